@@ -1,0 +1,1 @@
+"""Vocabulary shared by every room: no vLLM, no device, no I/O."""

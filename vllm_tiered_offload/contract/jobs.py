@@ -1,0 +1,90 @@
+"""What the layers below the scheduler half are asked for, and what they answer.
+
+Directions: store = device -> CPU tier, cascade = CPU tier -> secondary tier, promotion = secondary tier -> CPU tier,
+load = CPU tier -> device.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from vllm_tiered_offload.contract.keys import OffloadKey
+
+
+class LookupResult(Enum):
+    """What a layer knows about one key."""
+
+    HIT = "hit"  # present and readable now
+    MISS = "miss"
+    HIT_PENDING = "hit_pending"  # present, not readable yet: something that will end is filling it
+    RETRY = "retry"  # not known yet: the answer is being worked out elsewhere
+
+
+class OffloadPolicy(Enum):
+    """Which blocks of a request a tier wants to be offered."""
+
+    BLOCK_LEVEL = "block_level"  # only newly computed blocks
+    REQUEST_LEVEL = "request_level"  # every block of the request, prefix hits too
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOffloadingContext:
+    """A layer's answer to `on_new_request`."""
+
+    policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
+
+
+@dataclass(frozen=True, slots=True)
+class ReqContext:
+    """What a layer may know about a request: its id and the client's kv_transfer_params."""
+
+    req_id: str
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStore:
+    """Rows reserved for a store; hand it back to `complete_store` exactly once if `keys` is non-empty.
+
+    `keys[i]` goes to row `block_ids[i]`. `num_accepted` counts the leading keys of the request that need no further
+    offer: each is in `keys`, already present, or already being stored. The rest was declined for want of room (V3).
+    """
+
+    keys: tuple[OffloadKey, ...]
+    block_ids: tuple[int, ...]
+    num_accepted: int
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLoad:
+    """Rows pinned for a load; hand it back to `complete_load` exactly once if `keys` is non-empty.
+
+    `keys[i]` is read from row `block_ids[i]`. `keys` is a leading part of what was asked for: it ends before the
+    first key that is not readable, so a row that vanished shortens the answer and never the load (D8).
+    """
+
+    keys: tuple[OffloadKey, ...]
+    block_ids: tuple[int, ...]
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobMetadata:
+    """One job for a secondary tier: move `keys[i]` between the medium and region row `block_ids[i]`."""
+
+    job_id: int
+    keys: tuple[OffloadKey, ...]
+    block_ids: tuple[int, ...]
+    is_promotion: bool
+    req_context: ReqContext
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """How a job ended: each job has exactly one. `successful_keys` may be a part of the job's keys (D6)."""
+
+    job_id: int
+    success: bool
+    successful_keys: tuple[OffloadKey, ...]

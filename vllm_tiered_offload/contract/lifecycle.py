@@ -1,0 +1,69 @@
+"""The submission contract as a table (L1, L2).
+
+`on_request_finished` at a layer means: the layer gets no more submit-side calls (prepare_store, prepare_load,
+submit_store, submit_load) for this request. Completions may still come. Every layer that wants the contract checked
+keeps one `RequestLifecycle` per request and tells it what happens; the table alone decides what is allowed.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Phase(Enum):
+    """Where a request is, seen from one layer."""
+
+    TRACKED = "tracked"  # known, may submit
+    FINISHING = "finishing"  # vLLM finished it; its last stores are still being built
+    SIGNALLED = "signalled"  # the layer below was told; only completions may come
+
+
+class Event(Enum):
+    """What can happen to a request at a layer."""
+
+    SUBMIT = "submit"  # a store or load was handed to the layer below
+    COMPLETE = "complete"  # a store or load ended
+    FINISH = "finish"  # vLLM says that the request is over
+    SIGNAL = "signal"  # on_request_finished goes to the layer below
+
+
+TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
+    (Phase.TRACKED, Event.SUBMIT): Phase.TRACKED,
+    (Phase.TRACKED, Event.COMPLETE): Phase.TRACKED,
+    (Phase.TRACKED, Event.FINISH): Phase.FINISHING,
+    (Phase.FINISHING, Event.SUBMIT): Phase.FINISHING,
+    (Phase.FINISHING, Event.COMPLETE): Phase.FINISHING,
+    (Phase.FINISHING, Event.SIGNAL): Phase.SIGNALLED,
+    (Phase.SIGNALLED, Event.COMPLETE): Phase.SIGNALLED,
+}
+
+HISTORY_LIMIT = 64
+
+
+class InvalidTransition(RuntimeError):
+    """An event that the table does not allow; the text tells the request's story."""
+
+    def __init__(self, req_id: str, phase: Phase, event: Event, history: list[str]) -> None:
+        super().__init__(f"request {req_id}: {event.value} while {phase.value}; history: {' '.join(history) or '-'}")
+
+
+@dataclass(slots=True)
+class RequestLifecycle:
+    """One request at one layer."""
+
+    req_id: str
+    phase: Phase = Phase.TRACKED
+    history: list[str] = field(default_factory=list)  # the last HISTORY_LIMIT events, oldest first
+
+    def allows(self, event: Event) -> bool:
+        """Whether the table has a row for `event` now; changes nothing."""
+        return (self.phase, event) in TRANSITIONS
+
+    def advance(self, event: Event) -> None:
+        """Follow the table. Raises InvalidTransition and changes nothing when it has no row."""
+        target = TRANSITIONS.get((self.phase, event))
+        if target is None:
+            raise InvalidTransition(self.req_id, self.phase, event, self.history)
+        self.phase = target
+        if len(self.history) >= HISTORY_LIMIT:
+            del self.history[0]
+        self.history.append(event.value)

@@ -1,0 +1,196 @@
+"""The three contracts below the scheduler half.
+
+    OffloadingManager     what the scheduler half talks to
+    PrimaryTier           an OffloadingManager that owns the host region's rows
+    SecondaryTierManager  a medium behind the primary tier (files, peers, anybody's)
+
+All of them follow the submission contract of `contract.lifecycle`: `on_new_request` comes first for every request,
+`on_request_finished` comes exactly once, and after it no prepare_store, prepare_load, submit_store or submit_load
+for that request. Completions may still come.
+
+Every method runs on the scheduler thread, must not block, and must not raise because of a medium's trouble, unless its
+docstring says otherwise.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_tiered_offload.contract.geometry import RegionGeometry
+from vllm_tiered_offload.contract.jobs import (
+    JobMetadata,
+    JobResult,
+    LookupResult,
+    PreparedLoad,
+    PreparedStore,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm_tiered_offload.contract.keys import OffloadKey
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyEvent:
+    """Keys that became resident in (`stored`) or left (not `stored`) a medium."""
+
+    keys: tuple[OffloadKey, ...]
+    medium: str
+    stored: bool
+
+
+class OffloadingManager(ABC):
+    """Decides where chunks live. It moves no bytes: it hands out region rows and is told when a move has ended."""
+
+    @abstractmethod
+    def bind_region(self, geometry: RegionGeometry) -> None:
+        """The region exists and has this shape. Called once, before any prepare_*; until then everything misses."""
+
+    @abstractmethod
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """A request that this layer has not seen (or has seen finished) begins. First call for it."""
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:
+        """One result per key, from memory alone. Has no effect on eviction order (see `touch`)."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """The request uses these keys (prefix order). One recency touch, however often the request calls it (V6)."""
+
+    @abstractmethod
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PreparedLoad:
+        """Pin the rows of the longest leading part of `keys` that is readable now. Submit-side."""
+
+    @abstractmethod
+    def complete_load(self, prepared: PreparedLoad, failed_keys: Collection[OffloadKey] = ()) -> None:
+        """Unpin. `failed_keys` could not be read and are misses from now on (D7). Exactly once per `prepared`."""
+
+    @abstractmethod
+    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PreparedStore:
+        """Reserve rows for the leading part of `keys` (prefix order) that fits, evicting if need be. Submit-side.
+
+        Keys that are present or being stored get no row and count as accepted. Never evicts a key of this very call,
+        evicts tails before heads, and changes nothing but the reservation when no row can be had (V3, V6).
+        """
+
+    @abstractmethod
+    def complete_store(self, prepared: PreparedStore, success: bool) -> None:
+        """The store ended: its keys become readable, or are forgotten and their rows reusable. Exactly once."""
+
+    def on_schedule_end(self) -> None:
+        """All lookups of this scheduling pass have been made (a good moment to send batched questions)."""
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """No more submit-side calls for this request. Exactly once per on_new_request."""
+
+    def has_pending_work(self) -> bool:
+        """Whether work of this layer's own will end only if somebody polls it. Never true for ever (V5)."""
+        return False
+
+    @abstractmethod
+    def reset_cache(self) -> None:
+        """Forget every key. Rows that somebody still reads or writes are reused only after their completion (L6)."""
+
+    def take_events(self) -> list[ResidencyEvent]:
+        """Residency changes since the last call, oldest first."""
+        return []
+
+    def get_stats(self) -> Mapping[str, int | float]:
+        """Counters and gauges by name; names are the layer's own."""
+        return {}
+
+    def shutdown(self) -> None:
+        """Release what the layer holds. Bounded in time. May be called more than once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Readable rows pinned for a peer: `keys[i]` is in row `block_ids[i]` until `PrimaryTier.release`."""
+
+    lease_id: int
+    keys: tuple[OffloadKey, ...]
+    block_ids: tuple[int, ...]
+
+
+class PrimaryTier(OffloadingManager):
+    """Owns the rows of the host region.
+
+    Everything belongs to the scheduler thread except `lease` and `release`, which any thread may call.
+    """
+
+    medium: str
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """Rows of the bound region; 0 before bind_region."""
+
+    @abstractmethod
+    def lease(self, keys: Sequence[OffloadKey]) -> Lease:
+        """Thread-safe: pin the longest leading part of `keys` that is readable now, under a short lock, without I/O."""
+
+    @abstractmethod
+    def release(self, lease: Lease) -> None:
+        """Thread-safe: end a lease. A second release of the same lease changes nothing."""
+
+
+class SecondaryTierManager(ABC):
+    """A medium behind the primary tier. Moves bytes between region rows and itself on its own threads."""
+
+    medium: str
+
+    @abstractmethod
+    def bind_region(self, rows: Sequence[memoryview], geometry: RegionGeometry) -> None:
+        """The region can be read and written: `rows[i]` is row i, `geometry.row_bytes` bytes. Called once."""
+
+    @abstractmethod
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """A request begins. First call for it. Says which blocks the tier wants to be offered."""
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:
+        """One result per key, from memory alone; RETRY while the answer is worked out elsewhere."""
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """The request uses these keys (prefix order)."""
+
+    @abstractmethod
+    def submit_store(self, job: JobMetadata) -> None:
+        """Copy rows to the medium. The rows stay pinned until the job's result. Submit-side."""
+
+    @abstractmethod
+    def submit_load(self, job: JobMetadata) -> None:
+        """Copy from the medium into rows. The rows are the tier's until the job's result. Submit-side."""
+
+    @abstractmethod
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Results since the last call: exactly one per submitted job."""
+
+    def on_schedule_end(self) -> None:
+        """All lookups of this scheduling pass have been made."""
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """No more submit_store or submit_load for this request. Exactly once."""
+
+    def has_pending_work(self) -> bool:
+        """Whether a submitted job has no result yet."""
+        return False
+
+    @abstractmethod
+    def drain(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for all jobs; whether all ended. May block: only reset and shutdown call it."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget every key."""
+
+    def take_events(self) -> list[ResidencyEvent]:
+        """Residency changes since the last call, oldest first."""
+        return []
+
+    def get_stats(self) -> Mapping[str, int | float]:
+        """Counters and gauges by name."""
+        return {}
+
+    def shutdown(self) -> None:
+        """Stop threads, close what is open. Bounded in time. May be called more than once."""
