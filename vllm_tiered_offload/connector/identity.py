@@ -1,0 +1,69 @@
+"""The fingerprint of this engine's KV bytes (D5), read from vLLM's configuration."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from vllm_tiered_offload.contract.fingerprint import Fingerprint
+
+
+def fingerprint_of(vllm_config: Any, kv_cache_config: KVCacheConfig, blocks_per_chunk: int, layout: str) -> Fingerprint:
+    """Everything that decides the bytes of a chunk. `layout` is the workers' word for order and strides of a page.
+
+    Hashing starts from NONE_HASH, which vLLM derives from the algorithm and PYTHONHASHSEED; it sets it after the
+    connector is built, so its two sources stand here instead.
+    """
+    from vllm import __version__ as vllm_version
+    from vllm.platforms import current_platform
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    groups = kv_cache_config.kv_cache_groups
+    return Fingerprint.of(
+        {
+            "model": model.model,
+            "revision": model.revision,
+            "weights": _weights_identity(vllm_config),
+            "hf_config": _digest(model.hf_config.to_json_string(use_diff=False)),
+            "quantization": None if model.quantization is None else str(model.quantization),
+            "model_dtype": str(model.dtype),
+            "kv_dtype": [str(getattr(group.kv_cache_spec, "dtype", cache.cache_dtype)) for group in groups],
+            "block_tokens": [group.kv_cache_spec.block_size for group in groups],
+            "blocks_per_chunk": blocks_per_chunk,
+            "kv_groups": [[type(group.kv_cache_spec).__name__, *group.layer_names] for group in groups],
+            "layout": layout,
+            "device": f"{current_platform.device_type} {current_platform.get_cpu_architecture().name} {_isa()}",
+            "tensor_parallel": parallel.tensor_parallel_size,
+            "pipeline_parallel": parallel.pipeline_parallel_size,
+            "context_parallel": parallel.decode_context_parallel_size,
+            "hash_algorithm": str(cache.prefix_caching_hash_algo),
+            "hash_seed": os.environ.get("PYTHONHASHSEED"),
+            "hash_scheme": f"vllm {vllm_version}",
+            "generation": None,
+        }
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _weights_identity(vllm_config: Any) -> list[list[Any]]:
+    """Names, sizes and times of the weight files of a local model directory; otherwise the revision has to do."""
+    directory = Path(vllm_config.model_config.model)
+    identity: list[list[Any]] = [[str(vllm_config.load_config.load_format)]]
+    if directory.is_dir():
+        for file in sorted(directory.glob("*")):
+            if file.suffix in {".safetensors", ".bin", ".gguf", ".pt"}:
+                stat = file.stat()
+                identity.append([file.name, stat.st_size, stat.st_mtime_ns])
+    return identity
+
+
+def _isa() -> str:
+    """The instruction sets that decide how vLLM's CPU backend packs the cache."""
+    import torch
+
+    return str(torch.backends.cpu.get_cpu_capability())

@@ -1,0 +1,103 @@
+"""Builds the scheduler half out of vLLM's configuration, and speaks vLLM's types to it."""
+
+import logging
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from vllm_tiered_offload.connector.metadata import TieredOffloadMetadata, TieredOffloadWorkerMetadata
+from vllm_tiered_offload.connector.overrides import current_overrides
+from vllm_tiered_offload.connector.startup import parse_settings, warn_once_at_start
+from vllm_tiered_offload.connector.stats import TieredOffloadStats
+from vllm_tiered_offload.connector.views import (
+    block_tables_of,
+    group_shape,
+    step_view,
+    was_aborted,
+    why_not_offloadable,
+)
+from vllm_tiered_offload.contract.seams import monotonic
+from vllm_tiered_offload.hierarchy.build import build_manager
+from vllm_tiered_offload.scheduler.scheduler import OffloadingConnectorScheduler, Role
+
+logger = logging.getLogger(__name__)
+
+
+def build_scheduler_half(vllm_config: Any, kv_cache_config: KVCacheConfig) -> OffloadingConnectorScheduler | None:
+    """The scheduler half, or None (said once) where this model is served without offloading."""
+    settings = parse_settings(vllm_config)
+    warn_once_at_start(vllm_config)
+    reason = why_not_offloadable(kv_cache_config)
+    if reason is not None:
+        logger.warning("nothing is offloaded: %s", reason)
+        return None
+    transfer = vllm_config.kv_transfer_config
+    return OffloadingConnectorScheduler(
+        settings,
+        build_manager(settings),
+        group_shape(vllm_config, kv_cache_config, settings.blocks_per_chunk),
+        role=Role(stores=transfer.is_kv_producer, loads=transfer.is_kv_consumer),
+        clock=current_overrides().clock or monotonic,
+    )
+
+
+class SchedulerHalf:
+    """Hooks of vLLM's scheduler, in vLLM's types. Without an `inner` half every hook answers "nothing"."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig) -> None:
+        self.inner = build_scheduler_half(vllm_config, kv_cache_config)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        if self.inner is not None:
+            self.inner.bind_device(kv_cache_manager.block_pool, block_tables_of(kv_cache_manager))
+
+    def on_new_request(self, request: Request) -> None:
+        if self.inner is not None:
+            self.inner.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.inner is None:
+            return 0, False
+        return self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        if self.inner is not None:
+            self.inner.update_state_after_alloc(request, blocks.blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TieredOffloadMetadata:
+        if self.inner is None:
+            return TieredOffloadMetadata()
+        return TieredOffloadMetadata(self.inner.build_connector_meta(step_view(scheduler_output)))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self.inner is None:
+            return
+        meta = connector_output.kv_connector_worker_meta
+        report = meta.report if isinstance(meta, TieredOffloadWorkerMetadata) else None
+        self.inner.update_connector_output(report, connector_output.invalid_block_ids)
+
+    def request_finished(self, request: Request) -> None:
+        if self.inner is not None:
+            self.inner.request_finished(request, aborted=was_aborted(request))
+
+    def has_pending_push_work(self) -> bool:
+        return self.inner is not None and self.inner.has_pending_work()
+
+    def has_pending_block_frees(self) -> bool:
+        return self.inner is not None and self.inner.has_pending_block_frees()
+
+    def get_stats(self) -> TieredOffloadStats | None:
+        stats = self.inner.take_stats() if self.inner is not None else None
+        return TieredOffloadStats(data=stats.to_dict()) if stats is not None else None
+
+    def reset_cache(self) -> bool:
+        if self.inner is not None:
+            self.inner.reset_cache()
+        return True
+
+    def shutdown(self) -> None:
+        if self.inner is not None:
+            self.inner.shutdown()

@@ -1,0 +1,181 @@
+"""Builds the worker half from vLLM's configuration and KV tensors; agrees with its siblings on the host region."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from vllm_tiered_offload.connector.identity import fingerprint_of
+from vllm_tiered_offload.connector.metadata import TieredOffloadMetadata, TieredOffloadWorkerMetadata
+from vllm_tiered_offload.connector.overrides import current_overrides
+from vllm_tiered_offload.connector.ranks import RankGroup, current_rank_group
+from vllm_tiered_offload.connector.startup import parse_settings
+from vllm_tiered_offload.connector.stats import TieredOffloadStats
+from vllm_tiered_offload.connector.views import why_not_offloadable
+from vllm_tiered_offload.contract.config import WorkerConfig
+from vllm_tiered_offload.contract.messages import RegionAnnouncement
+from vllm_tiered_offload.contract.seams import JobExecutor
+from vllm_tiered_offload.region import HostRegion, fit_geometry, read_memory_budget
+from vllm_tiered_offload.settings import SettingsError
+from vllm_tiered_offload.telemetry.metrics import METRICS, metric_key
+from vllm_tiered_offload.telemetry.stats import OffloadStats
+from vllm_tiered_offload.worker.copy_engines.base import EngineFactory
+from vllm_tiered_offload.worker.copy_engines.host import HostCopyEngine
+from vllm_tiered_offload.worker.layout import GroupLayout, build_group_layout
+from vllm_tiered_offload.worker.worker import OffloadingConnectorWorker
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerHalf:
+    """Hooks of vLLM's worker, in vLLM's types. Where nothing is offloaded every hook does nothing."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._settings = parse_settings(vllm_config)
+        self._ranks = current_rank_group()
+        self._executor_factory = current_overrides().executor_factory
+        self._region: HostRegion | None = None
+        self._worker: OffloadingConnectorWorker | None = None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Make or open the host region and start copying. Collective over the engine's ranks; raises with a reason."""
+        if why_not_offloadable(self._kv_cache_config) is not None:
+            return
+        config = self._settings.worker_config()
+        layout = self._layout(kv_caches)
+        self._region, announcement = agree_on_region(self._ranks, config, layout.block_bytes * config.blocks_per_chunk)
+        self._worker = OffloadingConnectorWorker(config, self._ranks.rank, host_engine_factory(self._executor_factory))
+        self._worker.attach([layout], self._region.rank_view(self._ranks.rank))
+        if self._ranks.rank == 0:
+            self._worker.set_announcement(announcement)
+            self._say_summary(layout)
+
+    def _layout(self, kv_caches: dict[str, torch.Tensor]) -> GroupLayout:
+        group = self._kv_cache_config.kv_cache_groups[0]
+        layers = {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
+        return build_group_layout(0, layers, self._kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
+
+    def _say_summary(self, layout: GroupLayout) -> None:
+        assert self._region is not None
+        assert self._worker is not None
+        geometry, settings = self._region.geometry, self._settings
+        chunk_tokens = layout.geometry.block_tokens * settings.blocks_per_chunk
+        fingerprint = fingerprint_of(
+            self._vllm_config, self._kv_cache_config, settings.blocks_per_chunk, layout.signature
+        )
+        logger.info(
+            "tiered offload: %.2f GiB of host memory for %d tokens (%d rows of %d bytes, %d tokens a row); "
+            "tiers: %s; policy %s; layout: %d layers, %d bytes a block and rank, %d ranks; copy engine: %s; "
+            "fingerprint %s",
+            geometry.total_bytes / 2**30,
+            geometry.num_rows * chunk_tokens,
+            geometry.num_rows,
+            geometry.row_bytes,
+            chunk_tokens,
+            " > ".join(["cpu", *(tier.type for tier in settings.tiers)]),
+            settings.cpu.eviction_policy,
+            len(layout.tensors),
+            layout.block_bytes,
+            geometry.num_ranks,
+            f"host, {settings.copy_threads} thread(s)",
+            fingerprint.short,
+        )
+
+    def bind(self, metadata: TieredOffloadMetadata) -> None:
+        if self._worker is not None:
+            self._worker.bind(metadata.message)
+
+    def start_loads(self) -> None:
+        if self._worker is not None:
+            self._worker.start_loads()
+
+    def submit_stores(self) -> None:
+        if self._worker is not None:
+            self._worker.submit_stores()
+
+    def take_transfer_results(self) -> tuple[set[str], set[str]]:
+        return self._worker.take_transfer_results() if self._worker is not None else (set(), set())
+
+    def build_report(self) -> TieredOffloadWorkerMetadata | None:
+        return TieredOffloadWorkerMetadata(self._worker.build_report()) if self._worker is not None else None
+
+    def unbind(self) -> None:
+        if self._worker is not None:
+            self._worker.unbind()
+
+    def get_stats(self) -> TieredOffloadStats | None:
+        """This rank's transfers since the last call."""
+        stats = OffloadStats()
+        for name, amount in (self._worker.take_stats() if self._worker is not None else {}).items():
+            direction, _, what = name.partition("_")
+            if amount and f"{what}_total" in METRICS:
+                stats.add(metric_key(f"{what}_total", direction=direction), amount)
+        return None if stats.is_empty() else TieredOffloadStats(data=stats.to_dict())
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+        if self._region is not None:
+            self._region.close()
+
+
+def host_engine_factory(executor_factory: Callable[[], JobExecutor] | None) -> EngineFactory:
+    """Copies by the host; `executor_factory` (tests) replaces the engine's own threads."""
+
+    def make(config: WorkerConfig, layouts: Sequence[GroupLayout], slots: np.ndarray) -> HostCopyEngine:
+        executor = executor_factory() if executor_factory is not None else None
+        return HostCopyEngine(layouts, slots, config.blocks_per_chunk, config.copy_threads, executor)
+
+    return make
+
+
+def agree_on_region(ranks: RankGroup, config: WorkerConfig, slot_bytes: int) -> tuple[HostRegion, RegionAnnouncement]:
+    """The engine's one host region: rank 0 makes it, the others open it. Raises the same error on every rank.
+
+    Three collective rounds, taken by every rank whatever happened to it in between, so that a failure on one rank ends
+    all of them with its reason instead of leaving the others waiting.
+    """
+    told = ranks.all_gather((slot_bytes, _host_identity()))
+    region: HostRegion | None = None
+    problem: str | None = None
+    if len({host for _, host in told}) > 1:
+        problem = "the engine's workers run on several hosts; the host region is shared memory of one"
+    elif ranks.rank == 0:
+        region, problem = _create(config, [size for size, _ in told])
+    announcement, problem = ranks.all_gather((region.announcement() if region else None, problem))[0]
+    if problem is None and region is None:
+        region, problem = _open(announcement)
+    problems = [text for text in ranks.all_gather(problem) if text is not None]
+    if problems or region is None:
+        if region is not None:
+            region.close()
+        raise SettingsError(list(dict.fromkeys(problems)))
+    return region, announcement
+
+
+def _create(config: WorkerConfig, slot_bytes: list[int]) -> tuple[HostRegion | None, str | None]:
+    try:
+        budget = read_memory_budget()
+        geometry = fit_geometry(config.capacity, slot_bytes, config.blocks_per_chunk, budget)
+        return HostRegion.create(geometry, populate=config.populate, budget=budget), None
+    except (ValueError, RuntimeError, OSError) as error:
+        return None, str(error)
+
+
+def _open(announcement: RegionAnnouncement) -> tuple[HostRegion | None, str | None]:
+    try:
+        return HostRegion.open(announcement), None
+    except (ValueError, RuntimeError, OSError) as error:
+        return None, str(error)
+
+
+def _host_identity() -> str:
+    """Equal for processes that can share memory through /proc: one boot of one kernel, one PID namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -1,0 +1,543 @@
+"""`OffloadingConnectorScheduler`: the scheduler half of the connector, without vLLM.
+
+Order of calls in one engine step (see docs/architecture.md):
+
+    get_num_new_matched_tokens   a waiting request's prefix is looked up; rows answered as hits are pinned
+    update_state_after_alloc     vLLM took the hit: the pinned rows become a load job; or it did not
+    build_connector_meta         unclaimed rows are released, finished requests get their final stores and are
+                                 signalled, chunks completed by this step are offered; all of it goes to the workers
+    update_connector_output      acknowledgements end jobs
+    request_finished             (any time between) the last unstored blocks are pinned before vLLM frees them
+
+Rules that hold throughout:
+
+ * Nothing here blocks or does I/O; every question is answered from memory.
+ * A device block that a store reads stays pinned from planning to acknowledgement (D2), so nothing depends on when
+   vLLM frees or reuses blocks.
+ * Every job ends exactly once (job_table), and whatever it holds is given back then, not earlier.
+ * Trouble with one request's offloading costs that request its offloading and nothing else (L7, `_contained`).
+"""
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from vllm_tiered_offload.contract.geometry import RegionGeometry
+from vllm_tiered_offload.contract.jobs import PreparedLoad, ReqContext
+from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.contract.lifecycle import Event, RequestLifecycle
+from vllm_tiered_offload.contract.managers import OffloadingManager
+from vllm_tiered_offload.contract.messages import DeviceJob, GroupTransfer, StepMessage, WorkerReport
+from vllm_tiered_offload.contract.seams import Clock, monotonic
+from vllm_tiered_offload.scheduler.block_pins import BlockPins
+from vllm_tiered_offload.scheduler.job_table import JobRecord, JobTable
+from vllm_tiered_offload.scheduler.lookup_planner import loadable_tokens, lookup_range, readable_prefix
+from vllm_tiered_offload.scheduler.request_state import ChunkKeys, FinalStore, RequestState, Reservation
+from vllm_tiered_offload.scheduler.scheduler_stats import SchedulerStats
+from vllm_tiered_offload.scheduler.store_planner import (
+    chunks_within_pins,
+    offload_limit,
+    storable_chunks,
+    written_at_finish,
+)
+from vllm_tiered_offload.scheduler.views import (
+    BlockPoolView,
+    BlockTables,
+    BlockView,
+    GroupShape,
+    RequestView,
+    ResolveBlockTables,
+    StepView,
+)
+from vllm_tiered_offload.settings import Settings, parse_request_params
+from vllm_tiered_offload.telemetry.stats import OffloadStats
+
+logger = logging.getLogger(__name__)
+
+NOTHING: tuple[int, bool] = (0, False)
+ASK_AGAIN: tuple[None, bool] = (None, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What this engine may do with the cache (vLLM's kv_role)."""
+
+    stores: bool = True
+    loads: bool = True
+
+
+class OffloadingConnectorScheduler:
+    """Plans stores and loads, and keeps the books of both.
+
+    `shape` is the one KV group that is offloaded; `resolve_blocks` gives a request's live block tables.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        manager: OffloadingManager,
+        shape: GroupShape,
+        *,
+        role: Role = Role(),
+        clock: Clock = monotonic,
+    ) -> None:
+        self._settings = settings
+        self._manager = manager
+        self._shape = shape
+        self._role = role
+        self._clock = clock
+        self._strict = settings.lifecycle == "strict"
+        self._resolve_blocks: ResolveBlockTables | None = None
+
+        self._requests: dict[str, RequestState] = {}  # tracked or finishing, by request id
+        self._finishing: dict[str, RequestState] = {}  # finished by vLLM, not yet signalled; also in _requests
+        self._reserving: dict[str, RequestState] = {}  # requests with an unclaimed reservation of this pass
+        self._jobs = JobTable()
+        self._pins = BlockPins(settings.max_pinned_device_share)
+        self._message = StepMessage()  # what the next build_connector_meta sends
+
+        self._region_bound = False
+        self._region_asked: float | None = None  # when a lookup first had to wait for the region
+        self._device_cache_suspect = False  # vLLM's own reset failed: device hits may be older than the last reset
+        self._stats = SchedulerStats(manager, self._pins)
+
+    # ---- start -------------------------------------------------------------------------------------------------
+
+    def bind_device(self, pool: BlockPoolView, resolve_blocks: ResolveBlockTables) -> None:
+        """vLLM's block pool and block tables exist."""
+        self._pins.bind(pool)
+        self._resolve_blocks = resolve_blocks
+
+    def bind_region(self, geometry: RegionGeometry) -> None:
+        """The workers have made the host region. Later announcements of the same region change nothing."""
+        if self._region_bound:
+            return
+        self._region_bound = True
+        self._jobs.num_ranks = geometry.num_ranks
+        self._manager.bind_region(geometry)
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: RequestView) -> None:
+        """A request arrives. One of the same id that is still finishing is finalised first (L1)."""
+        previous = self._requests.get(request.request_id)
+        if previous is not None:
+            self._end_abruptly(previous)
+        params = parse_request_params(request.kv_transfer_params)
+        for problem in params.problems:
+            logger.warning("request %s: %s", request.request_id, problem)
+        ctx = ReqContext(request.request_id, request.kv_transfer_params)
+        policy = self._manager.on_new_request(ctx).policy
+        self._requests[ctx.req_id] = RequestState(
+            request=request,
+            ctx=ctx,
+            params=params,
+            policy=policy,
+            keys=(ChunkKeys(request, 0, self._shape),),
+            lifecycle=RequestLifecycle(ctx.req_id),
+        )
+
+    def request_finished(self, request: RequestView, aborted: bool) -> None:
+        """vLLM finished a request and frees its blocks next: pin what its final store will read (L2)."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.request is not request or not state.lifecycle.allows(Event.FINISH):
+            return
+        state.lifecycle.advance(Event.FINISH)
+        self._finishing[state.req_id] = state
+        self._release_reservation(state)
+        with self._contained(state):
+            written = written_at_finish(request.num_computed_tokens, request.num_tokens, state.written_tokens, aborted)
+            self._pin_final_chunks(state, self._storable_end(state, written))
+
+    def _end_abruptly(self, state: RequestState) -> None:
+        """The id of a finishing request is used again before the step that would have reported it."""
+        if state.lifecycle.allows(Event.FINISH):
+            state.lifecycle.advance(Event.FINISH)
+            self._finishing[state.req_id] = state
+        self._release_reservation(state)
+        self._finalise(state)
+
+    # ---- lookup and load ---------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """vLLM's question for a request that (re)starts. Hits stay pinned until this pass's build_connector_meta."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return NOTHING
+        self._release_reservation(state)
+        state.restart(num_computed_tokens)
+        if num_computed_tokens and self._device_cache_suspect:
+            state.stale = True
+        if request.skip_reading_prefix_cache or state.skipped or not self._role.loads:
+            return NOTHING
+        if not self._region_bound:
+            return ASK_AGAIN if self._waiting_for_region() else NOTHING
+        with self._contained(state):
+            return self._look_up(state, num_computed_tokens)
+        return NOTHING
+
+    def _waiting_for_region(self) -> bool:
+        now = self._clock()
+        if self._region_asked is None:
+            self._region_asked = now
+        return now - self._region_asked < self._settings.region_timeout
+
+    def _look_up(self, state: RequestState, num_computed_tokens: int) -> tuple[int | None, bool]:
+        chunk_tokens = self._shape.chunk_tokens
+        chunks = lookup_range(state.request.num_tokens, num_computed_tokens, chunk_tokens, state.params.max_load_tokens)
+        if chunks.empty:
+            return NOTHING
+        self._stats.count("lookup_tokens_total", state.request.num_tokens - num_computed_tokens)
+        keys = state.keys[0].slice(chunks.first, chunks.end)
+        prefix = readable_prefix(self._manager.lookup(keys, state.ctx))
+        if state.wait.should_wait(prefix, self._clock(), self._settings.retry_timeout, self._settings.pending_timeout):
+            return ASK_AGAIN
+        state.wait.answered()
+        tokens = loadable_tokens(chunks, prefix.hits, num_computed_tokens, chunk_tokens, self._settings.min_load_tokens)
+        if not tokens:
+            return NOTHING
+        state.lifecycle.advance(Event.SUBMIT)
+        prepared = self._manager.prepare_load(keys[: prefix.hits], state.ctx)
+        state.reservation = Reservation(prepared, num_computed_tokens, chunks.first)
+        self._reserving[state.req_id] = state
+        tokens = loadable_tokens(
+            chunks, len(prepared.keys), num_computed_tokens, chunk_tokens, self._settings.min_load_tokens
+        )
+        if not tokens:
+            self._release_reservation(state)
+            return NOTHING
+        return tokens, True
+
+    def _release_reservation(self, state: RequestState) -> None:
+        """Rows answered as hits that no load took."""
+        reservation, state.reservation = state.reservation, None
+        if reservation is None:
+            return
+        self._reserving.pop(state.req_id, None)
+        if reservation.prepared.keys:
+            self._manager.complete_load(reservation.prepared)
+        state.lifecycle.advance(Event.COMPLETE)
+
+    def update_state_after_alloc(self, request: RequestView, tables: BlockTables, num_external_tokens: int) -> None:
+        """vLLM allocated device blocks. With `num_external_tokens` > 0 it waits for our load of that many tokens."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return
+        if num_external_tokens:
+            loading = False
+            with self._contained(state):
+                loading = self._start_load(state, tables, num_external_tokens)
+            if not loading:
+                self._fail_load(state)
+        if request.num_computed_tokens == 0:  # else: the second call, after the load, or a resumed session
+            self._admit(state, num_external_tokens)
+
+    def _admit(self, state: RequestState, num_external_tokens: int) -> None:
+        """The request starts with a prefix hit: it offers what comes after, and uses what came before (V6)."""
+        prefix_chunks = (state.local_tokens + num_external_tokens) // self._shape.chunk_tokens
+        state.admitted(prefix_chunks)
+        if prefix_chunks:
+            self._manager.touch(state.keys[0].slice(0, prefix_chunks), state.ctx)
+
+    def _start_load(self, state: RequestState, tables: BlockTables, num_external_tokens: int) -> bool:
+        """Turn the reservation into a load job; False if it does not cover what vLLM waits for."""
+        reservation = state.reservation
+        if reservation is None:
+            return False
+        start = reservation.num_computed_tokens
+        transfer = plan_load(self._shape, reservation, tables[0], num_external_tokens)
+        if transfer is None:
+            return False
+        state.reservation = None
+        self._reserving.pop(state.req_id, None)
+        record = self._jobs.add(state, self._deadline(), load=reservation.prepared)
+        self._stats.count("loaded_tokens_total", num_external_tokens)
+        self._message.loads.append(DeviceJob(record.job_id, state.req_id, [transfer]))
+        logger.debug("request %s loads %d tokens from token %d", state.req_id, num_external_tokens, start)
+        return True
+
+    def _fail_load(self, state: RequestState) -> None:
+        """vLLM waits for a load that cannot be made: the workers report it as a failed receive, and it recomputes."""
+        logger.warning("request %s: no rows for the promised load; it is recomputed", state.req_id)
+        self._release_reservation(state)
+        state.lifecycle.advance(Event.SUBMIT)
+        record = self._jobs.add(state, self._deadline(), load=PreparedLoad((), ()))
+        self._message.loads.append(DeviceJob(record.job_id, state.req_id, []))
+        self._message.cancelled_loads.append(record.job_id)
+
+    # ---- store -------------------------------------------------------------------------------------------------
+
+    def _storable_end(self, state: RequestState, written_tokens: int) -> int:
+        """End of the chunks of this request that may be stored once `written_tokens` slots are written."""
+        request = state.request
+        limit = offload_limit(
+            self._settings.offload_prompt_only, request.num_prompt_tokens, state.params.max_offload_tokens
+        )
+        return storable_chunks(
+            written_tokens, len(request.block_hashes), self._shape.hash_tokens, self._shape.chunk_tokens, limit
+        )
+
+    def _may_store(self, state: RequestState) -> bool:
+        return (
+            self._role.stores
+            and self._region_bound
+            and not (state.stale or state.skipped)
+            and state.declines < self._settings.max_store_offers
+        )
+
+    def _offer_scheduled(self, state: RequestState, num_scheduled_tokens: int) -> None:
+        """Offer the chunks that this step completes."""
+        state.written_tokens = state.request.num_computed_tokens + num_scheduled_tokens
+        end = self._storable_end(state, state.written_tokens)
+        if end <= state.offered_chunks or not self._may_store(state):
+            return
+        with self._contained(state):
+            first = state.next_chunk
+            count = chunks_within_pins(end - first, self._shape.blocks_per_chunk, self._pins.room)
+            blocks = self._chunk_blocks(state, first, first + count)
+            accepted = self._store(state, state.keys[0].slice(first, first + count), blocks) if blocks else 0
+            state.next_chunk = first + accepted
+            state.offered_chunks = end
+            if accepted < end - first:
+                self._declined(state, "device_pins" if accepted == count else "tier_full")
+            else:
+                state.declines = 0
+
+    def _declined(self, state: RequestState, reason: str) -> None:
+        state.declines += 1
+        self._stats.count("declined_stores_total", reason=reason)
+
+    def _chunk_blocks(self, state: RequestState, first: int, end: int) -> list[BlockView]:
+        """Device blocks of chunks [first, end), or as many leading chunks as hold nothing but real blocks."""
+        assert self._resolve_blocks is not None
+        per_chunk = self._shape.blocks_per_chunk
+        blocks = list(self._resolve_blocks(state.req_id)[0][first * per_chunk : end * per_chunk])
+        usable = next((i for i, block in enumerate(blocks) if block.is_null), len(blocks))
+        return blocks[: usable // per_chunk * per_chunk]
+
+    def _store(self, state: RequestState, keys: Sequence[OffloadKey], blocks: list[BlockView]) -> int:
+        """Offer `keys`, whose device blocks are `blocks`; how many leading ones need no further offer."""
+        per_chunk = self._shape.blocks_per_chunk
+        keys = keys[: len(blocks) // per_chunk]
+        state.lifecycle.advance(Event.SUBMIT)
+        prepared = self._manager.prepare_store(keys, state.ctx)
+        if not prepared.keys:
+            state.lifecycle.advance(Event.COMPLETE)
+            return prepared.num_accepted
+        chosen = blocks_of_keys(prepared.keys, keys, blocks, per_chunk)
+        self._pins.pin(chosen)
+        record = self._jobs.add(state, self._deadline(), store=prepared, pinned=chosen)
+        transfer = GroupTransfer(0, list(prepared.block_ids), [block.block_id for block in chosen])
+        self._message.stores.append(DeviceJob(record.job_id, state.req_id, [transfer]))
+        return prepared.num_accepted
+
+    def _pin_final_chunks(self, state: RequestState, end: int) -> None:
+        first = state.next_chunk
+        if end <= first or not self._may_store(state):
+            return
+        count = chunks_within_pins(end - first, self._shape.blocks_per_chunk, self._pins.room)
+        blocks = self._chunk_blocks(state, first, first + count)
+        if blocks:
+            keys = state.keys[0].slice(first, first + len(blocks) // self._shape.blocks_per_chunk)
+            self._pins.pin(blocks)
+            state.final = FinalStore(first, keys, blocks)
+        if len(blocks) < (end - first) * self._shape.blocks_per_chunk:
+            self._declined(state, "device_pins")
+
+    def _drop_final(self, state: RequestState) -> None:
+        final, state.final = state.final, None
+        if final is not None:
+            self._pins.unpin(final.blocks)
+
+    def _finalise(self, state: RequestState) -> None:
+        """Build the final store jobs of a finished request, then signal the manager: nothing more is submitted."""
+        if state.final is not None:
+            with self._contained(state):
+                # The job takes its own pins, so the blocks stay pinned throughout.
+                accepted = self._store(state, state.final.keys, state.final.blocks)
+                if accepted < len(state.final.keys):
+                    self._declined(state, "tier_full")
+        self._signal(state)
+
+    def _signal(self, state: RequestState) -> None:
+        """The one place that forwards a finish (L1): exactly once, after the last submit."""
+        self._drop_final(state)
+        self._finishing.pop(state.req_id, None)
+        if self._requests.get(state.req_id) is state:
+            del self._requests[state.req_id]
+        state.lifecycle.advance(Event.SIGNAL)
+        self._manager.on_request_finished(state.ctx)
+
+    # ---- step --------------------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, step: StepView) -> StepMessage:
+        """Everything that the workers have to do in this step."""
+        for state in list(self._reserving.values()):
+            self._release_reservation(state)
+        for req_id in step.preempted_req_ids:
+            if req_id in self._requests:
+                self._requests[req_id].written_tokens = 0
+        for req_id in step.finished_req_ids:
+            if req_id in self._finishing:
+                self._finalise(self._finishing[req_id])
+        requests = self._requests
+        for req_id, num_tokens in step.num_scheduled_tokens.items():
+            scheduled = requests.get(req_id)
+            if scheduled is not None:
+                self._offer_scheduled(scheduled, num_tokens)
+        self._manager.on_schedule_end()
+        message, self._message = self._message, StepMessage()
+        return message
+
+    def update_connector_output(self, report: WorkerReport | None, invalid_block_ids: Collection[int] = ()) -> None:
+        """What the workers did. `invalid_block_ids`: device blocks that another connector failed to fill."""
+        if invalid_block_ids:
+            self._distrust_blocks(invalid_block_ids)
+        if report is None:
+            return
+        if report.region is not None:
+            self.bind_region(report.region.geometry)
+        for record in self._jobs.acknowledge(report.acks):
+            self._end_job(record)
+
+    def _end_job(self, record: JobRecord) -> None:
+        """Give back all that the job held. The state dies here if it was signalled and this was its last job."""
+        failed = record.error is not None
+        if record.store is not None:
+            self._pins.unpin(record.pinned)
+            self._manager.complete_store(record.store, success=not failed)
+        elif record.load is not None and record.load.keys:
+            unreadable = record.load.keys if failed and not record.cancelled else ()
+            self._manager.complete_load(record.load, unreadable)
+        record.state.lifecycle.advance(Event.COMPLETE)
+        if failed and not record.cancelled:
+            kind = "store" if record.store is not None else "load"
+            logger.warning("request %s: %s job %d failed: %s", record.state.req_id, kind, record.job_id, record.error)
+
+    def _distrust_blocks(self, invalid_block_ids: Collection[int]) -> None:
+        """Requests over these blocks computed on garbage: what they store in flight must not count (D1)."""
+        assert self._resolve_blocks is not None
+        for state in self._requests.values():
+            blocks = self._resolve_blocks(state.req_id)[0] if state.lifecycle.allows(Event.FINISH) else ()
+            if any(block.block_id in invalid_block_ids for block in blocks):
+                valid = state.request.num_computed_tokens
+                state.written_tokens = min(state.written_tokens, valid)
+                state.next_chunk = min(state.next_chunk, valid // self._shape.chunk_tokens)
+                state.offered_chunks = min(state.offered_chunks, state.next_chunk)
+                self._poison_stores(state)
+
+    def _poison_stores(self, state: RequestState) -> None:
+        for record in self._jobs:
+            if record.state is state and record.store is not None:
+                record.error = record.error or "attended to device blocks that another connector failed to load"
+
+    # ---- liveness, reset, shutdown -----------------------------------------------------------------------------
+
+    def _deadline(self) -> float:
+        return self._clock() + self._settings.job_timeout
+
+    def has_pending_work(self) -> bool:
+        """Whether an otherwise idle engine must go on stepping for us. Bounded by each job's deadline (V5)."""
+        message = self._message
+        return (
+            bool(self._finishing or message.stores or message.loads or message.cancelled_loads)
+            or self._jobs.any_within_deadline(self._clock())
+            or self._manager.has_pending_work()
+        )
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether waiting for our stores would free device memory, so that vLLM need not preempt (D2)."""
+        return self._pins.hold_back_memory() and self._jobs.any_within_deadline(self._clock())
+
+    def reset_cache(self) -> None:
+        """Forget everything stored (L6). Device pins stay until the workers acknowledge."""
+        for state in list(self._reserving.values()):
+            self._release_reservation(state)
+        for state in list(self._finishing.values()):
+            self._signal(state)
+        for state in self._requests.values():
+            state.stale = state.stale or state.request.num_computed_tokens > 0
+        for record in self._jobs:
+            if record.load is not None and not record.cancelled:
+                record.cancelled = True
+                self._message.cancelled_loads.append(record.job_id)
+        self._device_cache_suspect = self._pins.bound and not self._pins.pool_is_empty()
+        self._manager.reset_cache()
+
+    def shutdown(self) -> None:
+        """The engine stops. Idempotent."""
+        self._manager.shutdown()
+
+    # ---- trouble and numbers -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _contained(self, state: RequestState) -> Iterator[None]:
+        """Whatever goes wrong inside costs this request its offloading, not the engine (L7)."""
+        try:
+            yield
+        except Exception as error:
+            if self._strict:
+                raise
+            state.skipped = True
+            self._stats.count("lifecycle_violations_total")
+            logger.warning(
+                "request %s is not offloaded any more: %s (set lifecycle to 'strict' to stop at the first one)",
+                state.req_id,
+                error,
+                exc_info=True,
+            )
+
+    def take_stats(self) -> OffloadStats | None:
+        """What was counted since the last call and the gauges that changed, or None where there is nothing to say."""
+        return self._stats.take()
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Device blocks that stores in flight or final stores hold."""
+        return self._pins.num_blocks
+
+    def debug_state(self) -> dict[str, int]:
+        """Sizes of everything that must be empty once all requests ended and all jobs were acknowledged."""
+        return {
+            "requests": len(self._requests),
+            "finishing": len(self._finishing),
+            "reserving": len(self._reserving),
+            "jobs": len(self._jobs),
+            "pinned_blocks": self._pins.num_blocks,
+            "unsent": len(self._message.loads) + len(self._message.stores),
+        }
+
+
+def plan_load(
+    shape: GroupShape, reservation: Reservation, blocks: Sequence[BlockView], num_external_tokens: int
+) -> GroupTransfer | None:
+    """The copy of `num_external_tokens` tokens after the local prefix, or None where the reserved rows fall short.
+
+    The local prefix may end inside a chunk: its leading sub-blocks are skipped. The range comes from token counts
+    alone, never from which blocks carry a hash.
+    """
+    first_block = reservation.num_computed_tokens // shape.block_tokens
+    end_block = -(-(reservation.num_computed_tokens + num_external_tokens) // shape.block_tokens)
+    first_sub_block = first_block - reservation.first_chunk * shape.blocks_per_chunk
+    num_rows = -(-(first_sub_block + end_block - first_block) // shape.blocks_per_chunk)
+    target = [block.block_id for block in blocks[first_block:end_block] if not block.is_null]
+    if num_rows > len(reservation.prepared.block_ids) or len(target) != end_block - first_block:
+        return None
+    return GroupTransfer(0, list(reservation.prepared.block_ids[:num_rows]), target, first_sub_block)
+
+
+def blocks_of_keys(
+    chosen: Sequence[OffloadKey], keys: Sequence[OffloadKey], blocks: Sequence[BlockView], per_chunk: int
+) -> list[BlockView]:
+    """The device blocks of `chosen`, a subsequence of `keys`; key i has blocks [i * per_chunk, (i + 1) * per_chunk)."""
+    if len(chosen) == len(keys):
+        return list(blocks)
+    wanted = iter(chosen)
+    want = next(wanted, None)
+    picked: list[BlockView] = []
+    for index, key in enumerate(keys):
+        if key == want:
+            picked.extend(blocks[index * per_chunk : (index + 1) * per_chunk])
+            want = next(wanted, None)
+    return picked

@@ -1,0 +1,43 @@
+"""Which chunks of a request may be stored: pure functions of plain data.
+
+D1 is decided here. A slot may be stored only if a forward pass has written it:
+
+    scheduled in this step   num_computed_tokens (before the step) + tokens scheduled in it; the store is submitted
+                             after this step's forward pass
+    finished                 min(num_computed_tokens, num_tokens - 1): the last token was sampled, not computed
+    aborted                  min(num_computed_tokens, num_tokens)
+    preempted                nothing new
+
+vLLM counts an external load into num_computed_tokens when the load starts, and another connector's blocks may still be
+filling, so num_computed_tokens alone proves nothing: it is capped by `written_tokens`, the end of what was seen in a
+scheduled step since the request's last (re)start.
+"""
+
+
+def written_at_finish(num_computed_tokens: int, num_tokens: int, written_tokens: int, aborted: bool) -> int:
+    """Tokens whose slots a forward pass has written, for a request that vLLM just finished."""
+    known = num_tokens if aborted else num_tokens - 1
+    return max(0, min(num_computed_tokens, known, written_tokens))
+
+
+def storable_chunks(
+    written_tokens: int, num_hashes: int, hash_tokens: int, chunk_tokens: int, limit_tokens: int | None
+) -> int:
+    """Full chunks, counted from the start of the request, that are written, hashed and within the request's limit."""
+    tokens = min(written_tokens, num_hashes * hash_tokens)
+    if limit_tokens is not None:
+        tokens = min(tokens, limit_tokens)
+    return tokens // chunk_tokens
+
+
+def offload_limit(prompt_only: bool, num_prompt_tokens: int, max_offload_tokens: int | None) -> int | None:
+    """The last token that may be stored, or None for no limit."""
+    limits = [num_prompt_tokens] if prompt_only else []
+    if max_offload_tokens is not None:
+        limits.append(max_offload_tokens)
+    return min(limits, default=None)
+
+
+def chunks_within_pins(num_chunks: int, blocks_per_chunk: int, room: int) -> int:
+    """How many leading chunks may be offered when `room` more device blocks may be pinned (D2)."""
+    return min(num_chunks, max(room, 0) // blocks_per_chunk)

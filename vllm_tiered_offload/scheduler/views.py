@@ -1,0 +1,87 @@
+"""What the scheduler half sees of the engine, as structural types.
+
+vLLM's own objects fit them as they are (the connector room shims what differs between versions), so nothing is wrapped
+or copied per request and step.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class RequestView(Protocol):
+    """A live request. `block_hashes` grows as tokens arrive and shrinks when a streaming session takes new input."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def skip_reading_prefix_cache(self) -> bool: ...
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+
+
+class BlockView(Protocol):
+    """A device block: its physical id, its reference count in the pool, and whether it is the placeholder block."""
+
+    @property
+    def block_id(self) -> int: ...
+    @property
+    def ref_cnt(self) -> int: ...
+    @property
+    def is_null(self) -> bool: ...
+
+
+class BlockPoolView(Protocol):
+    """vLLM's device block pool."""
+
+    @property
+    def num_gpu_blocks(self) -> int: ...
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
+    def get_num_free_blocks(self) -> int: ...
+
+
+# The live block table of a request, one list per KV group.
+BlockTables = tuple[Sequence[BlockView], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """One scheduling step, as `build_connector_meta` sees it (num_computed_tokens are from before the step)."""
+
+    num_scheduled_tokens: Mapping[str, int]
+    preempted_req_ids: Collection[str]
+    finished_req_ids: Collection[str]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """Token granularity of one KV group.
+
+    `block_tokens` a device block, `chunk_tokens` a chunk (= blocks_per_chunk blocks), `hash_tokens` an entry of
+    `block_hashes`. A chunk's key is made of the hash at its last token.
+    """
+
+    block_tokens: int
+    chunk_tokens: int
+    hash_tokens: int
+
+    @property
+    def hashes_per_chunk(self) -> int:
+        return self.chunk_tokens // self.hash_tokens
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        return self.chunk_tokens // self.block_tokens
+
+
+ResolveBlockTables = Callable[[str], BlockTables]
