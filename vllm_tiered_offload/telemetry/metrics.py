@@ -1,0 +1,77 @@
+"""Every metric of the connector, in one table.
+
+A value travels under a flat key, the metric's short name followed by its labels in the table's order:
+`block_lookups_total|tier=cpu|result=hit`. On /metrics it is `vllm:tiered_offload_` and the short name.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+PREFIX = "vllm:tiered_offload_"
+
+# Values of the label `direction`.
+STORE = "store"  # device -> host memory
+LOAD = "load"  # host memory -> device
+
+# Counters are summed over ranks and steps; of a gauge the latest value counts, and only the scheduler half sets any.
+Kind = Literal["counter", "gauge"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table."""
+
+    key: str
+    kind: Kind
+    documentation: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name on /metrics."""
+        return PREFIX + self.key
+
+
+_TABLE = (
+    Metric("bytes_total", "counter", "KV bytes moved between device and host memory.", ("direction",)),
+    Metric("seconds_total", "counter", "Seconds spent moving them, summed over ranks.", ("direction",)),
+    Metric("jobs_total", "counter", "Device jobs that ended, failed ones included, summed over ranks.", ("direction",)),
+    Metric("failures_total", "counter", "Device jobs that failed, summed over ranks.", ("direction",)),
+    Metric("block_lookups_total", "counter", "Chunks looked up, by tier and answer.", ("tier", "result")),
+    Metric("evictions_total", "counter", "Chunks that left a tier to make room.", ("tier",)),
+    Metric("declined_stores_total", "counter", "Stores declined in whole or in part, by reason.", ("reason",)),
+    Metric("lookup_tokens_total", "counter", "Prompt tokens that the device cache did not have and we were asked for."),
+    Metric("loaded_tokens_total", "counter", "Prompt tokens whose load was started."),
+    Metric("lifecycle_violations_total", "counter", "Broken lifecycle rules; each skipped one request's offload."),
+    Metric("rows_total", "gauge", "Rows of the host region."),
+    Metric("rows_used", "gauge", "Rows that hold a chunk or are being filled."),
+    Metric("rows_pinned", "gauge", "Rows that may not be evicted now."),
+    Metric("device_blocks_pinned", "gauge", "Device blocks held back until their store has read them."),
+)
+
+METRICS: dict[str, Metric] = {metric.key: metric for metric in _TABLE}
+
+
+@lru_cache(maxsize=1024)
+def metric_key(key: str, /, **labels: str) -> str:
+    """The flat key of a metric with these label values. Raises ValueError when the table says otherwise."""
+    metric = METRICS.get(key)
+    if metric is None:
+        raise ValueError(f"no metric {key}")
+    if labels.keys() != set(metric.labels):
+        raise ValueError(f"metric {key} has the labels {metric.labels}, got {tuple(labels)}")
+    return "".join([key, *(f"|{name}={labels[name].replace('|', '_')}" for name in metric.labels)])
+
+
+@lru_cache(maxsize=1024)
+def parse_key(flat_key: str) -> tuple[Metric, tuple[str, ...]] | None:
+    """The metric and its label values in the table's order; None for a key that this version does not know."""
+    key, *parts = flat_key.split("|")
+    metric = METRICS.get(key)
+    if metric is None:
+        return None
+    pairs = [part.partition("=") for part in parts]
+    if tuple(name for name, _, _ in pairs) != metric.labels:
+        return None
+    return metric, tuple(value for _, _, value in pairs)
