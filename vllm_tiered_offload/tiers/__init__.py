@@ -1,0 +1,1 @@
+"""Tiers: the registry that finds them, and the built-in ones."""

@@ -1,0 +1,1 @@
+"""The primary tier: rows of the shared host region."""

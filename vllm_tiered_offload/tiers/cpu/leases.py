@@ -1,0 +1,84 @@
+"""The tier's thread-safe part: rows that peers hold (DESIGN §2).
+
+Any thread may lease and release. Shared between threads are exactly the three things below, and the lock covers:
+
+    readable  the scheduler thread alone changes it. It adds keys without the lock (a lease sees one or not, both are
+              right) but takes keys away under the lock, so that a lease cannot pin a row that is being given up.
+    _held     changed under the lock only; the scheduler thread reads it under the lock where it decides on a row.
+    _ended    leases that were released; the scheduler thread collects them, because rows and policy are its own.
+
+So a load, a lookup and a touch never take the lock, and a store takes it only when it evicts. Nobody calls out, waits
+or does I/O while holding it.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.contract.managers import Lease
+
+
+class LeaseTable:
+    """Leases on the rows of `readable` keys."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        # Key -> row, for keys that may be read now. See the module text for who changes it.
+        self.readable: dict[OffloadKey, int] = {}
+        self._ids = count(1)
+        # Leases not released yet.
+        self._open: dict[int, Lease] = {}
+        # Row -> open leases on it, never 0.
+        self._held: dict[int, int] = {}
+        # Released and not collected. A deque's append and popleft need no lock.
+        self._ended: deque[Lease] = deque()
+
+    def lease(self, keys: Sequence[OffloadKey]) -> Lease:
+        """Pin the longest readable leading part of `keys`. An empty lease needs no release."""
+        rows: list[int] = []
+        with self.lock:
+            held, readable = self._held, self.readable
+            for key in keys:
+                row = readable.get(key)
+                if row is None:
+                    break
+                held[row] = held.get(row, 0) + 1
+                rows.append(row)
+            lease = Lease(next(self._ids), tuple(keys[: len(rows)]), tuple(rows))
+            if rows:
+                self._open[lease.lease_id] = lease
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """End a lease; a second time changes nothing."""
+        with self.lock:
+            if self._open.pop(lease.lease_id, None) is None:
+                return
+            held = self._held
+            for row in lease.block_ids:
+                left = held[row] - 1
+                if left:
+                    held[row] = left
+                else:
+                    del held[row]
+        self._ended.append(lease)
+
+    def is_held(self, row: int) -> bool:
+        """Whether a lease is on `row`. Without the lock the answer may be old, except for a row that no key has."""
+        return row in self._held
+
+    def collect(self) -> list[Lease]:
+        """Leases released since the last call."""
+        ended = self._ended
+        return [ended.popleft() for _ in range(len(ended))] if ended else []
+
+    @property
+    def num_open(self) -> int:
+        """Leases not released yet."""
+        return len(self._open)
+
+    def count_rows(self, counts: Callable[[int], bool]) -> int:
+        """Leased rows for which `counts` holds. Under the lock."""
+        return sum(1 for row in self._held if counts(row))
