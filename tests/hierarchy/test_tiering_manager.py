@@ -103,7 +103,10 @@ def test_on_new_request_lifecycle(strict):
 
 @pytest.mark.parametrize("first", ["store", "load"])
 def test_completions_may_follow_the_finish_signal(strict, first):
-    """L2, case 2: state dies with whatever comes last. Mutation: `is_over` by phase alone fails on `tracked`."""
+    """L2, case 2: state dies with whatever comes last.
+
+    Mutation: no _forget_if_over in complete_load fails on `tracked` at the end.
+    """
     strict.on_new_request(R)
     strict.complete_store(strict.prepare_store(KEYS[:1], R), True)
     handles = {"store": strict.prepare_store(KEYS[1:2], R), "load": strict.prepare_load(KEYS[:1], R)}

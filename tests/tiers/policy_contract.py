@@ -109,7 +109,7 @@ class EvictionPolicyContract:
         assert policy.evict(4, nobody) == keys[::-1]
 
     def test_a_pinned_key_is_met_once(self):
-        """A search never scans pins again. Mutation: putting met keys back with `place` instead of aside fails here."""
+        """No search scans pins again. Mutation: looking at all of `_aside` again in each pop_victims fails here."""
         policy, pinned = self.make(1100), keys_of("a", 999)
         policy.open(1)
         policy.insert(pinned, 1)

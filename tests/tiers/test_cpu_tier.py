@@ -70,7 +70,7 @@ def test_unbound_tier_misses_and_declines(policy):
 
 
 def test_present_keys_count_as_accepted_and_are_not_evicted_by_the_call(tier):
-    """V3. Mutation: without `key in kept` in _make_room the fourth row is taken from a present key: accepted is 4."""
+    """V3. Mutation: without `key in kept` in _make_room a present key loses its row: `keys` has both new ones."""
     old = fill(tier, "a", 2)
     req, filler = begin(tier, "r"), fill(tier, "b", 1)
     load = tier.prepare_load(filler, req)
@@ -78,7 +78,7 @@ def test_present_keys_count_as_accepted_and_are_not_evicted_by_the_call(tier):
     assert prepared.keys == (keys_of("c", 1)[0],)
     assert prepared.num_accepted == 3
     assert tier.lookup(old, req) == [HIT, HIT]
-    assert tier.get_stats()["declined_chunks_total"] == 1
+    assert tier.get_stats()["declined_chunks_total|tier=cpu"] == 1
     tier.complete_store(prepared, True)
     tier.complete_load(load)
     tier.on_request_finished(req)
@@ -91,15 +91,15 @@ def test_a_present_key_behind_the_new_ones_is_not_evicted_either(tier):
     assert prepared.keys == ()
     assert prepared.num_accepted == 0
     assert tier.lookup(old, req) == [HIT] * 4
-    assert tier.get_stats()["evictions_total"] == 0
+    assert tier.get_stats()["evictions_total|tier=cpu"] == 0
     tier.on_request_finished(req)
 
 
 def test_all_rows_pinned_then_unpinned(tier):
     """Case 15: 4 rows, all pinned, a request of 8 blocks in three chunked-prefill steps; unpin; go on.
 
-    Mutation: `row is None or key in kept` alone in `is_pinned` evicts a row that is being read: the first assertion on
-    `accepted` fails.
+    Mutation: `row is None or key in kept` alone in `is_pinned` evicts what is being read: the pinned keys are
+    no longer hits.
     """
     pinned = fill(tier, "p", 4)
     reader, req, keys = begin(tier, "reader"), begin(tier, "r"), keys_of("a", 8)

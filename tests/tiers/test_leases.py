@@ -5,17 +5,20 @@ import threading
 import pytest
 from tier_kit import assert_idle, begin, fill, keys_of, make_tier
 
+from vllm_tiered_offload.contract.jobs import LookupResult
+
 pytestmark = pytest.mark.fast
 
 
 def test_a_leased_row_is_not_evicted_and_returns_to_its_place():
-    """Mutation: without `is_held(row)` in _make_room the first assertion fails."""
+    """Mutation: without `is_held(row)` in _make_room a leased key is a miss afterwards."""
     tier = make_tier(2)
     keys = fill(tier, "a", 2)
     lease = tier.lease([keys[0], keys[1], *keys_of("b", 1)])
     assert lease.keys == tuple(keys)
     req = begin(tier, "r")
     assert tier.prepare_store(keys_of("b", 1), req).num_accepted == 0
+    assert tier.lookup(keys, req) == [LookupResult.HIT] * 2
     assert tier.get_stats()["rows_pinned"] == 2
     tier.release(lease)
     tier.release(lease)

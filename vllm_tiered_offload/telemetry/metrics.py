@@ -44,9 +44,11 @@ _TABLE = (
     Metric("lookup_tokens_total", "counter", "Prompt tokens that the device cache did not have and we were asked for."),
     Metric("loaded_tokens_total", "counter", "Prompt tokens whose load was started."),
     Metric("lifecycle_violations_total", "counter", "Broken lifecycle rules; each skipped one request's offload."),
+    Metric("contract_violations_total", "counter", "Calls that a tier ignored because they broke its contract."),
     Metric("rows_total", "gauge", "Rows of the host region."),
     Metric("rows_used", "gauge", "Rows that hold a chunk or are being filled."),
     Metric("rows_pinned", "gauge", "Rows that may not be evicted now."),
+    Metric("rows_orphaned", "gauge", "Rows whose chunk was forgotten and that somebody still reads or writes."),
     Metric("device_blocks_pinned", "gauge", "Device blocks held back until their store has read them."),
 )
 

@@ -322,8 +322,8 @@ class CpuTier(PrimaryTier):
             "rows_used": rows.num_used,
             "rows_orphaned": len(rows.orphaned),
             "rows_pinned": rows.num_pinned + leased_only,
-            "evictions_total": self._evictions,
-            "declined_chunks_total": self._declined,
+            "evictions_total|tier=cpu": self._evictions,
+            "declined_chunks_total|tier=cpu": self._declined,
             "contract_violations_total": self._violations,
             **{name: self._lookups[result] for result, name in _LOOKUP_STAT.items()},
         }
