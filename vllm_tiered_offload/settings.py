@@ -12,6 +12,13 @@
     job_timeout                seconds until a device job without an answer stops counting as pending work
     region_timeout             seconds the scheduler half waits for the first worker's report of the host region
     max_store_offers           how often a declined range is offered again
+    tier_job_timeout           seconds until a job of a secondary tier counts as failed
+    breaker_failures           failures in a row after which a secondary tier is switched off
+    breaker_cooldown           seconds until it is tried again
+    promotion_headroom         share of the host region that promotions leave to new stores
+    promotion_hold             seconds that promoted chunks are kept for the request that asked for them
+    cascade_share              share of the host region that chunks on their way to a secondary tier may hold
+    drain_timeout              seconds that a reset or a shutdown waits for each secondary tier
     lifecycle                  "tolerant" or "strict": what a broken lifecycle rule does
     copy_threads               threads that move bytes in each worker of the CPU backend
     populate                   give the host region its memory at start
@@ -154,6 +161,30 @@ class Settings(Block):
     )
     max_store_offers: int = Field(
         default=8, ge=1, description="How often a range that found no room is offered again, each time after progress."
+    )
+    tier_job_timeout: float = Field(
+        default=30.0, gt=0, description="Seconds until a job of a secondary tier counts as failed."
+    )
+    breaker_failures: int = Field(
+        default=5, ge=1, description="Failures in a row after which a secondary tier is switched off for a while."
+    )
+    breaker_cooldown: float = Field(
+        default=10.0, gt=0, description="Seconds until a tier that was switched off is tried again."
+    )
+    promotion_headroom: float = Field(
+        default=0.1, ge=0, lt=1, description="Share of the host region that promotions leave to new stores."
+    )
+    promotion_hold: float = Field(
+        default=30.0, ge=0, description="Seconds that promoted chunks are kept for the request that asked for them."
+    )
+    cascade_share: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Share of the host region that chunks on their way to a secondary tier may hold.",
+    )
+    drain_timeout: float = Field(
+        default=5.0, ge=0, description="Seconds that a reset or a shutdown waits for each secondary tier."
     )
     lifecycle: Literal["tolerant", "strict"] = Field(
         default="tolerant",

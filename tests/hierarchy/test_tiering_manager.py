@@ -1,7 +1,6 @@
 """TieringOffloadingManager: the submission contract in strict and tolerant mode, and that state dies."""
 
 import logging
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,7 +11,6 @@ from vllm_tiered_offload.contract.geometry import RegionGeometry
 from vllm_tiered_offload.contract.jobs import LookupResult, PreparedStore, ReqContext
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.lifecycle import InvalidTransition
-from vllm_tiered_offload.contract.managers import SecondaryTierManager
 from vllm_tiered_offload.hierarchy.build import build_manager
 from vllm_tiered_offload.hierarchy.manager import TieringOffloadingManager
 from vllm_tiered_offload.settings import Settings, SettingsError
@@ -79,7 +77,7 @@ def assert_over(manager) -> None:
 def test_store_then_load_through_the_manager(strict):
     strict.on_new_request(R)
     store = strict.prepare_store(KEYS[:3], R)
-    strict.complete_store(store, True)
+    strict.complete_store(store)
     assert strict.lookup(KEYS[:4], R) == [LookupResult.HIT] * 3 + [LookupResult.MISS]
     strict.touch(KEYS[:3], R)
     load = strict.prepare_load(KEYS, R)
@@ -105,16 +103,16 @@ def test_on_new_request_lifecycle(strict):
 def test_completions_may_follow_the_finish_signal(strict, first):
     """L2, case 2: state dies with whatever comes last.
 
-    Mutation: no _forget_if_over in complete_load fails on `tracked` at the end.
+    Mutation: no _settle in complete_load fails on `tracked` at the end.
     """
     strict.on_new_request(R)
-    strict.complete_store(strict.prepare_store(KEYS[:1], R), True)
+    strict.complete_store(strict.prepare_store(KEYS[:1], R))
     handles = {"store": strict.prepare_store(KEYS[1:2], R), "load": strict.prepare_load(KEYS[:1], R)}
     strict.on_request_finished(R)
     assert strict.tracked == ["r"]
     for name in (first, *handles.keys() - {first}):
         assert strict.tracked == ["r"]
-        getattr(strict, f"complete_{name}")(handles[name], **({"success": True} if name == "store" else {}))
+        getattr(strict, f"complete_{name}")(handles[name])
 
 
 def test_no_offload_call_after_on_request_finished(strict):
@@ -136,7 +134,7 @@ def test_no_offload_call_after_on_request_finished(strict):
             strict.on_request_finished(R)
         assert strict.primary.calls == before
         if strict.tracked:
-            strict.complete_store(store, True)
+            strict.complete_store(store)
 
 
 def test_unknown_request_raises_in_strict_mode(strict):
@@ -150,8 +148,8 @@ def test_unknown_request_raises_in_strict_mode(strict):
 
 def test_handle_that_is_not_ours_is_the_tiers_to_judge(strict):
     with pytest.raises(ContractError):
-        strict.complete_store(PreparedStore((KEYS[0],), (0,), 1), True)
-    strict.complete_store(PreparedStore((), (), 0), True)
+        strict.complete_store(PreparedStore((KEYS[0],), (0,), 1))
+    strict.complete_store(PreparedStore((), (), 0))
 
 
 def test_tolerant_refuses_the_request_once_and_for_all(tolerant, caplog):
@@ -174,7 +172,7 @@ def test_tolerant_refuses_the_request_once_and_for_all(tolerant, caplog):
     assert len(tolerant.primary.calls) == before
     assert len(caplog.records) == 1
     assert "request r" in caplog.text
-    tolerant.complete_store(store, True)
+    tolerant.complete_store(store)
     assert tolerant.lookup(KEYS[:1], other) == [LookupResult.HIT]
     tolerant.on_request_finished(R)
     tolerant.on_request_finished(other)
@@ -192,7 +190,7 @@ def test_tolerant_finish_twice_is_forwarded_once(tolerant, caplog):
     tolerant.on_new_request(R)
     store = tolerant.prepare_store(KEYS[:1], R)
     assert store.keys == (KEYS[0],)  # a new life under that id starts with a clean record
-    tolerant.complete_store(store, True)
+    tolerant.complete_store(store)
     tolerant.on_request_finished(R)
 
 
@@ -212,10 +210,10 @@ def test_id_used_again_while_its_first_life_still_completes(strict):
     strict.on_new_request(R)
     second = strict.prepare_store(KEYS[1:2], R)
     assert strict.tracked == ["r", "r"]
-    strict.complete_store(first, True)
+    strict.complete_store(first)
     assert strict.tracked == ["r"]
     strict.on_request_finished(R)
-    strict.complete_store(second, False)
+    strict.complete_store(second, second.keys)
 
 
 def test_reset_keeps_handles_until_they_come_back(strict):
@@ -224,15 +222,9 @@ def test_reset_keeps_handles_until_they_come_back(strict):
     strict.reset_cache()
     strict.on_request_finished(R)
     assert strict.tracked == ["r"]
-    strict.complete_store(store, True)
+    strict.complete_store(store)
     assert strict.tracked == []
     assert strict.take_events() == []
-
-
-def test_secondary_tiers_are_refused_at_construction():
-    tier = Mock(spec=SecondaryTierManager, medium="fs")
-    with pytest.raises(SettingsError, match=r"tiers: secondary tiers are not available yet \(got fs\)"):
-        TieringOffloadingManager(WatchedTier(), [tier])
 
 
 def test_build_manager_from_settings():
@@ -250,7 +242,7 @@ def test_build_manager_from_settings():
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        ({"tiers": [{"type": "fs", "root": "x"}]}, r"kv_connector_extra_config.tiers: secondary tiers.*fs"),
+        ({"tiers": [{"type": "sf", "root": "x"}]}, r"kv_connector_extra_config.tiers\[0\].type: unknown.*sf"),
         ({"cpu": {"capacity": "1MiB", "eviction_policy": "lro"}}, r"cpu.eviction_policy: unknown.*'lru'"),
         ({"cpu": {"capacity": "1MiB", "pin": True}}, r"kv_connector_extra_config.cpu.pin: unknown key"),
     ],
@@ -287,7 +279,7 @@ class AnyOrder(RuleBasedStateMachine):
     def store(self, req, keys):
         prepared = self.manager.prepare_store(keys, ReqContext(req))
         if prepared.keys:
-            self.handles.append(lambda: self.manager.complete_store(prepared, True))
+            self.handles.append(lambda: self.manager.complete_store(prepared))
 
     @rule(req=ids, keys=keys)
     def load(self, req, keys):

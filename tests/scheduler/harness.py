@@ -144,15 +144,13 @@ class RecordingManager(OffloadingManager):
         self.storing.update(chosen)
         return PreparedStore(tuple(chosen), tuple(next(self._rows) for _ in chosen), accepted, self.generation)
 
-    def complete_store(self, prepared: PreparedStore, success: bool) -> None:
+    def complete_store(self, prepared: PreparedStore, failed_keys: Collection[OffloadKey] = ()) -> None:
         self.calls.append(("complete_store", ""))
         if prepared.generation != self.generation:
             return
         self.storing.difference_update(prepared.keys)
-        if success:
-            self.resident.update(prepared.keys)
-        else:
-            self.room += len(prepared.keys)
+        self.resident.update(set(prepared.keys) - set(failed_keys))
+        self.room += len(failed_keys)
 
     def reset_cache(self) -> None:
         self.resident.clear()

@@ -32,7 +32,7 @@ def test_a_key_is_missing_then_pending_then_readable(tier):
     assert len(set(prepared.block_ids)) == 2
     assert tier.lookup(keys, req) == [PENDING, PENDING, MISS]
     assert tier.prepare_load(keys, req).keys == ()
-    tier.complete_store(prepared, True)
+    tier.complete_store(prepared)
     assert tier.lookup(keys, req) == [HIT, HIT, MISS]
     load = tier.prepare_load(keys, req)
     assert (load.keys, load.block_ids) == (prepared.keys, prepared.block_ids)
@@ -45,9 +45,30 @@ def test_a_key_is_missing_then_pending_then_readable(tier):
     assert stats["rows_used"] == 2
 
 
+def test_a_prompt_larger_than_the_tier_keeps_the_prefix_that_fits(tier):
+    """V3. Its later chunks are declined instead of pushing out its own head; another request may evict them.
+
+    Mutation: without the access test in _make_room the second store evicts the first one's tail.
+    """
+    req, keys = begin(tier, "r"), keys_of("a", tier.num_rows + 2)
+    first = tier.prepare_store(keys[: tier.num_rows - 1], req)
+    tier.complete_store(first)
+    second = tier.prepare_store(keys[tier.num_rows - 1 :], req)
+    assert (len(second.keys), second.num_accepted) == (1, 1)
+    tier.complete_store(second)
+    assert tier.prepare_store(keys[tier.num_rows :], req).num_accepted == 0
+    assert tier.lookup(keys[: tier.num_rows], req) == [HIT] * tier.num_rows
+    tier.on_request_finished(req)
+    other = begin(tier, "o")
+    third = tier.prepare_store(keys_of("b", 2), other)
+    assert len(third.keys) == 2
+    tier.complete_store(third)
+    tier.on_request_finished(other)
+
+
 def test_failed_store_leaves_nothing(tier):
     req, keys = begin(tier, "r"), keys_of("a", 2)
-    tier.complete_store(tier.prepare_store(keys, req), False)
+    tier.complete_store(tier.prepare_store(keys, req), keys)
     assert tier.lookup(keys, req) == [MISS] * 2
     assert tier.get_stats()["rows_used"] == 0
     tier.on_request_finished(req)
@@ -79,7 +100,7 @@ def test_present_keys_count_as_accepted_and_are_not_evicted_by_the_call(tier):
     assert prepared.num_accepted == 3
     assert tier.lookup(old, req) == [HIT, HIT]
     assert tier.get_stats()["declined_chunks_total|tier=cpu"] == 1
-    tier.complete_store(prepared, True)
+    tier.complete_store(prepared)
     tier.complete_load(load)
     tier.on_request_finished(req)
 
@@ -118,7 +139,7 @@ def test_all_rows_pinned_then_unpinned(tier):
         stored.append(prepared)
     assert tier.prepare_store(keys[4:8], req).num_accepted == 0
     for prepared in stored:
-        tier.complete_store(prepared, True)
+        tier.complete_store(prepared)
     assert tier.lookup(keys, req) == [HIT] * 4 + [MISS] * 4
     for request in (req, reader):
         tier.on_request_finished(request)
@@ -138,7 +159,7 @@ def test_store_between_lookup_and_load_shortens_the_load(policy):
     assert set(load.block_ids).isdisjoint(store.block_ids)
     tier.on_request_finished(for_a)
     tier.complete_load(load)
-    tier.complete_store(store, True)
+    tier.complete_store(store)
     tier.on_request_finished(for_b)
     assert_idle(tier)
 
@@ -151,13 +172,13 @@ def test_one_decoding_request_is_one_access(tier):
             stores.append(tier.prepare_store(keys[len(stores) : len(stores) + 1], req))
         tier.touch(keys[: len(stores)], req)
     for store in reversed(stores):
-        tier.complete_store(store, True)
+        tier.complete_store(store)
     tier.take_events()
     other, gone = begin(tier, "other"), []
     for i in range(4):
         prepared = tier.prepare_store(keys_of("b", 1, i), other)
         gone += tier.take_events()[0].keys
-        tier.complete_store(prepared, True)
+        tier.complete_store(prepared)
         tier.take_events()
     assert gone == keys[::-1]
     for request in (req, other):
@@ -175,7 +196,7 @@ def test_failed_load_makes_a_miss_of_that_key_alone(tier):
     again = tier.prepare_store(keys, req)
     assert again.keys == (keys[1],)
     assert again.block_ids[0] not in first.block_ids
-    tier.complete_store(again, True)
+    tier.complete_store(again)
     tier.complete_load(second, failed_keys={keys[1]})
     assert tier.lookup(keys, req) == [HIT] * 3
     assert tier.get_stats()["rows_orphaned"] == 0
@@ -194,11 +215,11 @@ def test_reset_forgets_at_once_and_frees_rows_as_they_are_let_go(tier):
     fresh = tier.prepare_store(keys_of("b", 2), req)
     assert fresh.num_accepted == 1
     assert fresh.generation == store.generation + 1
-    tier.complete_store(store, True)
+    tier.complete_store(store)
     assert tier.lookup(keys_of("b", 1), req) == [PENDING]
     tier.complete_load(load, failed_keys=old[:1])
     tier.release(lease)
-    tier.complete_store(fresh, True)
+    tier.complete_store(fresh)
     assert tier.lookup(keys_of("b", 1), req) == [HIT]
     assert tier.get_stats()["rows_orphaned"] == 0
     tier.on_request_finished(req)
@@ -226,9 +247,9 @@ def test_strict_tier_raises_on_a_broken_contract(tier):
     with pytest.raises(ContractError, match="on_new_request"):
         tier.on_new_request(req)
     store = tier.prepare_store(keys_of("a", 1), req)
-    tier.complete_store(store, True)
+    tier.complete_store(store)
     with pytest.raises(ContractError, match="completed before"):
-        tier.complete_store(store, True)
+        tier.complete_store(store)
     with pytest.raises(ContractError, match="not this tier's"):
         tier.complete_load(PreparedLoad(tuple(keys_of("a", 1)), (0,)))
     tier.on_request_finished(req)
@@ -259,7 +280,7 @@ def test_completions_after_shutdown_are_harmless(policy):
     store = tier.prepare_store(keys_of("a", 2), req)
     tier.shutdown()
     tier.shutdown()
-    tier.complete_store(store, True)
+    tier.complete_store(store)
     tier.on_request_finished(req)
     assert_idle(tier)
 

@@ -79,11 +79,19 @@ class TierModel(RuleBasedStateMachine):
         self.writing.pop(key, None)
         self.rank.pop(key, None)
 
-    def predict_store(self, keys):
+    def own_keys(self, req_id):
+        """What the request used last. LRU's answer is our own rank; ARC also counts a touch by an older request."""
+        if self.policy == "lru":
+            return {key for key, rank in self.rank.items() if rank[0] == self.access.get(req_id)}
+        access = self.tier._accesses.get(req_id)
+        return {key for key in self.rank if access is not None and self.tier._policy.access_of(key) == access}
+
+    def predict_store(self, keys, req_id):
         """(victims in order, new keys that get a row, accepted)."""
         new = [key for key in keys if key not in self.rank]
         busy = self.busy_rows()
-        evictable = [key for key, row in self.readable.items() if row not in busy and key not in keys]
+        own = self.own_keys(req_id)
+        evictable = [key for key, row in self.readable.items() if row not in busy and key not in {*keys, *own}]
         evictable.sort(key=self.rank.__getitem__)
         lacking = max(len(new) - self.free_count(), 0)
         fitting = new[: self.free_count() + min(lacking, len(evictable))]
@@ -124,7 +132,8 @@ class TierModel(RuleBasedStateMachine):
     @rule(slot=slots, chain=chains, span=spans)
     def prepare_store(self, slot, chain, span):
         req_id, keys = self.request(slot), CHAINS[chain][span]
-        victims, fitting, accepted = self.predict_store(keys)
+        own = self.own_keys(req_id)
+        victims, fitting, accepted = self.predict_store(keys, req_id)
         busy, before = self.busy_rows(), dict(self.readable)
         self.tier.take_events()
         prepared = self.tier.prepare_store(keys, self.requests[req_id])
@@ -132,6 +141,7 @@ class TierModel(RuleBasedStateMachine):
         assert len(gone) == len(victims)
         assert not any(before[key] in busy for key in gone), "evicted although pinned"
         assert not set(gone) & set(keys), "evicted a key of the call"
+        assert not set(gone) & own, "evicted what it used itself"
         if self.policy == "lru":
             assert gone == victims
         assert (list(prepared.keys), prepared.num_accepted) == (fitting, accepted)
@@ -153,7 +163,7 @@ class TierModel(RuleBasedStateMachine):
     @rule(data=st.data(), success=st.sampled_from([True, True, True, False]))
     def complete_store(self, data, success):
         prepared = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
-        self.tier.complete_store(prepared, success)
+        self.tier.complete_store(prepared, () if success else prepared.keys)
         if prepared.generation != self.generation:
             return
         for key, row in zip(prepared.keys, prepared.block_ids, strict=True):
@@ -235,9 +245,9 @@ class TierModel(RuleBasedStateMachine):
         if self.tier is None:
             return
         for prepared in self.stores:
-            self.tier.complete_store(prepared, True)
+            self.tier.complete_store(prepared)
             with pytest.raises(ContractError):
-                self.tier.complete_store(prepared, True)
+                self.tier.complete_store(prepared)
         for prepared in self.loads:
             self.tier.complete_load(prepared)
         for lease in self.leases:

@@ -25,7 +25,7 @@ def test_a_leased_row_is_not_evicted_and_returns_to_its_place():
     store = tier.prepare_store(keys_of("b", 1), req)
     assert store.num_accepted == 1
     assert tier.take_events()[-1].keys == (keys[1],)
-    tier.complete_store(store, True)
+    tier.complete_store(store)
     tier.on_request_finished(req)
     assert_idle(tier)
 
@@ -38,7 +38,7 @@ def test_two_leases_on_one_row_end_one_by_one():
     tier.release(first)
     assert tier.prepare_store(keys_of("b", 1), req).keys == ()
     tier.release(second)
-    tier.complete_store(tier.prepare_store(keys_of("b", 1), req), False)
+    tier.complete_store(tier.prepare_store(keys_of("b", 1), req), keys_of("b", 1))
     tier.on_request_finished(req)
     assert_idle(tier)
 
@@ -68,7 +68,7 @@ def test_eviction_holds_the_lock_that_a_lease_takes():
     peer.join(5)
     assert leases[0].keys == ()
     assert store.num_accepted == 1
-    tier.complete_store(store, True)
+    tier.complete_store(store)
     tier.on_request_finished(req)
     assert_idle(tier)
 
@@ -97,7 +97,7 @@ def test_peers_never_see_a_row_change_under_their_lease(policy):
             req = begin(tier, f"r{step}")
             prepared = tier.prepare_store(keys_of("abcdef"[step % 6], 6), req)
             carried.update(zip(prepared.block_ids, prepared.keys, strict=True))
-            tier.complete_store(prepared, True)
+            tier.complete_store(prepared)
             tier.on_request_finished(req)
             if step % 100 == 99:
                 tier.reset_cache()

@@ -31,7 +31,7 @@ def fill(tier, name: str, count: int) -> list[OffloadKey]:
     req, keys = begin(tier, f"fill-{name}"), keys_of(name, count)
     prepared = tier.prepare_store(keys, req)
     assert prepared.num_accepted == count
-    tier.complete_store(prepared, True)
+    tier.complete_store(prepared)
     tier.on_request_finished(req)
     return keys
 

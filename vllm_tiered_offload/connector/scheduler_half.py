@@ -1,10 +1,12 @@
 """Builds the scheduler half out of vLLM's configuration, and speaks vLLM's types to it."""
 
 import logging
+from collections import Counter
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -25,6 +27,14 @@ from vllm_tiered_offload.scheduler.scheduler import OffloadingConnectorScheduler
 
 logger = logging.getLogger(__name__)
 
+# Tiers' media in vLLM's vocabulary.
+_SOURCES = {
+    "cpu": CacheHitSource.HOST,
+    "fs": CacheHitSource.DISK,
+    "disk": CacheHitSource.DISK,
+    "p2p": CacheHitSource.P2P,
+}
+
 
 def build_scheduler_half(vllm_config: Any, kv_cache_config: KVCacheConfig) -> OffloadingConnectorScheduler | None:
     """The scheduler half, or None (said once) where this model is served without offloading."""
@@ -35,12 +45,13 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Of
         logger.warning("nothing is offloaded: %s", reason)
         return None
     transfer = vllm_config.kv_transfer_config
+    clock = current_overrides().clock or monotonic
     return OffloadingConnectorScheduler(
         settings,
-        build_manager(settings),
+        build_manager(settings, engine_id=transfer.engine_id, clock=clock),
         group_shape(vllm_config, kv_cache_config, settings.blocks_per_chunk),
         role=Role(stores=transfer.is_kv_producer, loads=transfer.is_kv_consumer),
-        clock=current_overrides().clock or monotonic,
+        clock=clock,
     )
 
 
@@ -66,6 +77,13 @@ class SchedulerHalf:
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         if self.inner is not None:
             self.inner.update_state_after_alloc(request, blocks.blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Tokens of the load just planned, by vLLM's name for where they came from."""
+        sources: Counter[CacheHitSource] = Counter()
+        for medium, tokens in (self.inner.loaded_from(request.request_id) if self.inner else {}).items():
+            sources[_SOURCES.get(medium, CacheHitSource.EXTERNAL_UNSPECIFIED)] += tokens
+        return dict(sources) if sources.total() == num_external_tokens else {CacheHitSource.HOST: num_external_tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TieredOffloadMetadata:
         if self.inner is None:

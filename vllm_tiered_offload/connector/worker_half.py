@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm_tiered_offload.connector.startup import parse_settings
 from vllm_tiered_offload.connector.stats import TieredOffloadStats
 from vllm_tiered_offload.connector.views import why_not_offloadable
 from vllm_tiered_offload.contract.config import WorkerConfig
+from vllm_tiered_offload.contract.fingerprint import Fingerprint
 from vllm_tiered_offload.contract.messages import RegionAnnouncement
 from vllm_tiered_offload.contract.seams import JobExecutor
 from vllm_tiered_offload.region import HostRegion, fit_geometry, read_memory_budget
@@ -53,22 +55,22 @@ class WorkerHalf:
         self._worker = OffloadingConnectorWorker(config, self._ranks.rank, host_engine_factory(self._executor_factory))
         self._worker.attach([layout], self._region.rank_view(self._ranks.rank))
         if self._ranks.rank == 0:
-            self._worker.set_announcement(announcement)
-            self._say_summary(layout)
+            fingerprint = fingerprint_of(
+                self._vllm_config, self._kv_cache_config, config.blocks_per_chunk, layout.signature
+            )
+            self._worker.set_announcement(replace(announcement, fingerprint=fingerprint))
+            self._say_summary(layout, fingerprint)
 
     def _layout(self, kv_caches: dict[str, torch.Tensor]) -> GroupLayout:
         group = self._kv_cache_config.kv_cache_groups[0]
         layers = {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
         return build_group_layout(0, layers, self._kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
 
-    def _say_summary(self, layout: GroupLayout) -> None:
+    def _say_summary(self, layout: GroupLayout, fingerprint: Fingerprint) -> None:
         assert self._region is not None
         assert self._worker is not None
         geometry, settings = self._region.geometry, self._settings
         chunk_tokens = layout.geometry.block_tokens * settings.blocks_per_chunk
-        fingerprint = fingerprint_of(
-            self._vllm_config, self._kv_cache_config, settings.blocks_per_chunk, layout.signature
-        )
         logger.info(
             "tiered offload: %.2f GiB of host memory for %d tokens (%d rows of %d bytes, %d tokens a row); "
             "tiers: %s; policy %s; layout: %d layers, %d bytes a block and rank, %d ranks; copy engine: %s; "

@@ -15,7 +15,9 @@ docstring says otherwise.
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from vllm_tiered_offload.contract.fingerprint import Fingerprint
 from vllm_tiered_offload.contract.geometry import RegionGeometry
 from vllm_tiered_offload.contract.jobs import (
     JobMetadata,
@@ -27,6 +29,9 @@ from vllm_tiered_offload.contract.jobs import (
     RequestOffloadingContext,
 )
 from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.contract.messages import RegionAnnouncement
+
+PRIMARY_MEDIUM = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,15 @@ class OffloadingManager(ABC):
         """
 
     @abstractmethod
-    def complete_store(self, prepared: PreparedStore, success: bool) -> None:
-        """The store ended: its keys become readable, or are forgotten and their rows reusable. Exactly once."""
+    def complete_store(self, prepared: PreparedStore, failed_keys: Collection[OffloadKey] = ()) -> None:
+        """The store ended: its keys become readable. `failed_keys` are forgotten, their rows reusable. Exactly once."""
+
+    def open_region(self, announcement: RegionAnnouncement) -> None:
+        """Where the region is, for layers that read its bytes. Called once, after bind_region; must not block."""
+
+    def hit_media(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[str]:  # noqa: ARG002
+        """The medium that each readable key came from for this request, for attribution."""
+        return [PRIMARY_MEDIUM] * len(keys)
 
     def on_schedule_end(self) -> None:
         """All lookups of this scheduling pass have been made (a good moment to send batched questions)."""
@@ -125,6 +137,15 @@ class PrimaryTier(OffloadingManager):
     def num_rows(self) -> int:
         """Rows of the bound region; 0 before bind_region."""
 
+    @property
+    @abstractmethod
+    def num_unpinned_rows(self) -> int:
+        """Rows that a store could have now: free ones, and ones whose chunk may be evicted."""
+
+    @abstractmethod
+    def abandon(self, prepared: PreparedStore) -> None:
+        """Forget the keys of a store that is late. Its rows stay taken until its `complete_store` (D4)."""
+
     @abstractmethod
     def lease(self, keys: Sequence[OffloadKey]) -> Lease:
         """Thread-safe: pin the longest leading part of `keys` that is readable now, under a short lock, without I/O."""
@@ -139,9 +160,21 @@ class SecondaryTierManager(ABC):
 
     medium: str
 
+    @classmethod
     @abstractmethod
-    def bind_region(self, rows: Sequence[memoryview], geometry: RegionGeometry) -> None:
-        """The region can be read and written: `rows[i]` is row i, `geometry.row_bytes` bytes. Called once."""
+    def from_settings(cls, raw: Mapping[str, Any], path: str, *, engine_id: str) -> "SecondaryTierManager":
+        """From the tier's own settings block (without `type`), found at `path` of the configuration.
+
+        Raises ValueError with one line that names the key. `engine_id` is unique among live engines. Must not block.
+        """
+
+    @abstractmethod
+    def bind_region(self, rows: Sequence[memoryview], geometry: RegionGeometry, fingerprint: Fingerprint) -> None:
+        """The region can be read and written: `rows[i]` is row i, `geometry.row_bytes` bytes, all ranks' slots.
+
+        `fingerprint` names everything that decides the bytes: what outlives or leaves the process is told apart by it.
+        Called once, before any lookup or job.
+        """
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

@@ -6,6 +6,7 @@ worker was told of is acknowledged by every rank exactly once (`WorkerReport.ack
 
 from dataclasses import dataclass, field
 
+from vllm_tiered_offload.contract.fingerprint import Fingerprint
 from vllm_tiered_offload.contract.geometry import RegionGeometry
 
 
@@ -52,6 +53,7 @@ class RegionAnnouncement:
     fd: int
     inode: int
     geometry: RegionGeometry
+    fingerprint: Fingerprint | None = None  # of the bytes in the rows (D5)
 
 
 @dataclass(slots=True)

@@ -1,18 +1,25 @@
-"""The manager that the scheduler half talks to.
+"""The manager that the scheduler half talks to: one primary tier, and any number of tiers behind it.
 
 It keeps the submission contract (DESIGN §5) towards the tiers: what the layer above may do is decided by the table in
-`contract.lifecycle`, before anything is allocated; the tiers hear of each request's begin and end exactly once.
+`contract.lifecycle`, before anything is allocated; each tier hears of each request's begin and end exactly once.
 
     on_new_request ---> TRACKED --on_request_finished--> SIGNALLED --last completion--> forgotten
                            |                                 |
                     prepare_*, complete_*             complete_* only
+
+The primary tier hears of the end at once. The tiers behind it hear of it when the request's last device store has been
+completed and cascaded (L3, L4), because a cascade is a submit:
+
+    lookup            primary; what it misses is asked of the tiers behind; what one of them has is promoted
+    complete_store    cascade to every tier behind, then count down, then finalise if the request is over
+    collect           results of cascades and promotions are taken in at the first call of a scheduling pass
 
 With "tolerant" a request that breaks the contract loses its offload, and nothing else happens: every later lookup of it
 misses, every later prepare_* is empty, completions and its end are still passed on, so that nothing leaks.
 """
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,13 +33,14 @@ from vllm_tiered_offload.contract.jobs import (
 )
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.lifecycle import Event, InvalidTransition, Phase, RequestLifecycle
-from vllm_tiered_offload.contract.managers import (
-    OffloadingManager,
-    PrimaryTier,
-    ResidencyEvent,
-    SecondaryTierManager,
-)
-from vllm_tiered_offload.settings import SettingsError
+from vllm_tiered_offload.contract.managers import OffloadingManager, PrimaryTier, ResidencyEvent
+from vllm_tiered_offload.contract.messages import RegionAnnouncement
+from vllm_tiered_offload.contract.seams import Clock, monotonic
+from vllm_tiered_offload.hierarchy.promotions import Holds, plan_promotion
+from vllm_tiered_offload.hierarchy.region_access import RegionAccess
+from vllm_tiered_offload.hierarchy.tier_jobs import JobEnd, TierJob, TierJobs, runs_of
+from vllm_tiered_offload.telemetry.metrics import metric_key
+from vllm_tiered_offload.tiers.guard import Breaker, TierGuard
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +48,30 @@ logger = logging.getLogger(__name__)
 _REMEMBERED = 64
 
 
+@dataclass(frozen=True, slots=True)
+class HierarchyLimits:
+    """Shares are of the region's rows, times in seconds."""
+
+    promotion_headroom: float = 0.1  # rows that promotions leave to the stores of running requests (V2)
+    promotion_hold: float = 30.0  # how long a promoted row waits for the request that asked for it
+    promotion_rows: int = 32  # rows of one promotion job: each job that ends is progress that a request sees
+    cascade_share: float = 0.5  # rows that cascades may hold; beyond it chunks are not cascaded
+    drain_timeout: float = 5.0  # per tier, at a reset or shutdown
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
     """One request between on_new_request and its last completion."""
 
+    ctx: ReqContext
     lifecycle: RequestLifecycle
     context: RequestOffloadingContext = field(default_factory=RequestOffloadingContext)
     stores_in_flight: int = 0  # prepared and not completed (L4)
     loads_in_flight: int = 0
+    promoted: dict[OffloadKey, str] = field(default_factory=dict)  # key -> medium, of keys promoted for this request
     # Broke the contract under "tolerant": no more offload for it, and no more warnings about it.
     refused: bool = False
+    finalised: bool = False  # the tiers behind the primary one have heard of its end
 
     @property
     def is_over(self) -> bool:
@@ -58,21 +80,33 @@ class _Request:
 
 
 class TieringOffloadingManager(OffloadingManager):
-    """One primary tier and, later, secondary tiers behind it.
+    """One primary tier and guarded tiers behind it, nearest first.
 
     `strict` raises InvalidTransition where the contract is broken; otherwise the request's offload is skipped, with one
-    warning for the request and a count in `lifecycle_violations_total`. Raises SettingsError for secondary tiers.
+    warning for the request and a count in `lifecycle_violations_total`.
     """
 
     def __init__(
-        self, primary: PrimaryTier, secondaries: Sequence[SecondaryTierManager] = (), *, strict: bool = False
+        self,
+        primary: PrimaryTier,
+        guards: Sequence[TierGuard] = (),
+        *,
+        strict: bool = False,
+        limits: HierarchyLimits = HierarchyLimits(),
+        clock: Clock = monotonic,
+        region_access: RegionAccess | None = None,
     ) -> None:
-        if secondaries:
-            media = ", ".join(tier.medium for tier in secondaries)
-            raise SettingsError([f"tiers: secondary tiers are not available yet (got {media})"])
         self.primary = primary
-        self._secondaries: tuple[SecondaryTierManager, ...] = tuple(secondaries)
+        self.guards = tuple(guards)
         self._strict = strict
+        self._limits = limits
+        self._clock = clock
+        self._region_access = region_access or RegionAccess()
+        self._announcement: RegionAnnouncement | None = None
+        self._tiers_ready = False  # the tiers behind know the region
+        self._jobs = TierJobs(self.guards)
+        self._holds = Holds(primary, limits.promotion_hold)
+        self._collected = False  # in this scheduling pass
         # Requests by id, from on_new_request until they are over. An id that is used again takes the place of its
         # predecessor, which then lives on in `_in_flight` alone.
         self._requests: dict[str, _Request] = {}
@@ -81,6 +115,7 @@ class TieringOffloadingManager(OffloadingManager):
         # The stories of the last few requests that are over, and "never announced" of ids that were warned about:
         # at most _REMEMBERED of them, oldest first. Diagnostics only.
         self._over: OrderedDict[str, _Request] = OrderedDict()
+        self._counters: Counter[str] = Counter()
         self._violations = 0
 
     @property
@@ -90,10 +125,31 @@ class TieringOffloadingManager(OffloadingManager):
         requests |= {id(request): request for _, request in self._in_flight.values()}
         return [request.lifecycle.req_id for request in requests.values()]
 
+    def leftovers(self) -> dict[str, int]:
+        """Sizes of what must be empty once every request is over and every tier job has ended."""
+        return {"tracked": len(self.tracked), "tier_jobs": len(self._jobs), "holds": len(self._holds)}
+
+    # ---- the region --------------------------------------------------------------------------------------------
+
     def bind_region(self, geometry: RegionGeometry) -> None:
         self.primary.bind_region(geometry)
 
-    # Begin and end of a request
+    def open_region(self, announcement: RegionAnnouncement) -> None:
+        if self.guards and self._announcement is None:
+            self._announcement = announcement
+            self._region_access.start(announcement)
+
+    def _make_tiers_ready(self) -> None:
+        """Hand the region to the tiers once the other thread has opened it."""
+        region = self._region_access.take()
+        if region is None or self._announcement is None or self._announcement.fingerprint is None:
+            return
+        rows = region.rows()
+        for guard in self.guards:
+            guard.bind_region(rows, region.geometry, self._announcement.fingerprint)
+        self._tiers_ready = True
+
+    # ---- begin and end of a request ----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         req_id = req_context.req_id
@@ -101,8 +157,12 @@ class TieringOffloadingManager(OffloadingManager):
         if known is not None and known.lifecycle.phase is not Phase.SIGNALLED:
             self._break_contract(known, "on_new_request", Event.SUBMIT)
             return known.context
-        request = self._requests[req_id] = _Request(RequestLifecycle(req_id))
+        if known is not None:
+            self._finalise(known)  # its stores are still in flight; they are not cascaded under the new request's id
+        request = self._requests[req_id] = _Request(req_context, RequestLifecycle(req_id))
         request.context = self.primary.on_new_request(req_context)
+        for guard in self.guards:
+            guard.on_new_request(req_context)
         return request.context
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -111,22 +171,116 @@ class TieringOffloadingManager(OffloadingManager):
             self._break_contract(request, "on_request_finished", Event.FINISH)
             return
         request.lifecycle.advance(Event.FINISH)
+        self._holds.release(req_context.req_id)
         self.primary.on_request_finished(req_context)
         request.lifecycle.advance(Event.SIGNAL)
-        self._forget_if_over(request)
+        self._settle(request)
 
-    # Lookup
+    def _settle(self, request: _Request) -> None:
+        """After a completion or the end: finalise what has no more stores to cascade, forget what is over (L3)."""
+        if request.lifecycle.phase is Phase.SIGNALLED and not request.stores_in_flight:
+            self._finalise(request)
+        if request.is_over:
+            req_id = request.lifecycle.req_id
+            if self._requests.get(req_id) is request:
+                del self._requests[req_id]
+            self._remember(request)
+
+    def _finalise(self, request: _Request) -> None:
+        """The one place that tells the tiers behind of a request's end: exactly once, after their last submit."""
+        if request.finalised:
+            return
+        request.finalised = True
+        for guard in self.guards:
+            guard.on_request_finished(request.ctx)
+
+    # ---- lookup and promotion ----------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:
         if not self._may_submit(req_context, "lookup"):
             return [LookupResult.MISS] * len(keys)
-        return self.primary.lookup(keys, req_context)
+        if not self.guards:
+            return self.primary.lookup(keys, req_context)
+        self._collect_once()
+        results = self.primary.lookup(keys, req_context)
+        if LookupResult.MISS in results:
+            self._look_behind(keys, results, self._requests[req_context.req_id])
+        return results
+
+    def _look_behind(self, keys: Sequence[OffloadKey], results: list[LookupResult], request: _Request) -> None:
+        """Ask the tiers behind for what the primary one misses, promote what they have; changes `results`."""
+        asked = [index for index, result in enumerate(results) if result is LookupResult.MISS]
+        if not self._tiers_ready:
+            if self._announcement is None or self._region_access.failed:
+                return
+            for index in asked:
+                results[index] = LookupResult.RETRY
+            return
+        found: dict[int, TierGuard] = {}
+        for guard in self.guards:
+            asked = self._ask(guard, keys, asked, results, found, request)
+        self._promote(keys, results, found, request)
+
+    def _ask(
+        self,
+        guard: TierGuard,
+        keys: Sequence[OffloadKey],
+        asked: list[int],
+        results: list[LookupResult],
+        found: dict[int, TierGuard],
+        request: _Request,
+    ) -> list[int]:
+        """One tier's answers; returns the indices that it does not have."""
+        missing: list[int] = []
+        if not asked:
+            return missing
+        answers = guard.lookup([keys[index] for index in asked], request.ctx)
+        for index, answer in zip(asked, answers, strict=True):
+            if answer is LookupResult.HIT:
+                found[index] = guard
+            elif answer is LookupResult.MISS:
+                missing.append(index)
+            else:
+                results[index] = answer
+        for answer in (LookupResult.HIT, LookupResult.MISS):
+            count = answers.count(answer)
+            if count:
+                self._counters[metric_key("block_lookups_total", tier=guard.name, result=answer.value)] += count
+        return missing
+
+    def _promote(
+        self, keys: Sequence[OffloadKey], results: list[LookupResult], found: dict[int, TierGuard], request: _Request
+    ) -> None:
+        usable = {index: guard for index, guard in found.items() if guard.accepts_jobs}
+        headroom = max(1, int(self.primary.num_rows * self._limits.promotion_headroom))
+        promote = plan_promotion(results, usable, max(0, self.primary.num_unpinned_rows - headroom))
+        index_of = {keys[index]: index for index in promote}
+        pairs = [(keys[index], usable[index]) for index in promote]
+        for guard, run in runs_of(pairs, self._limits.promotion_rows):
+            prepared = self.primary.prepare_store(run, request.ctx)
+            if prepared.keys:
+                self._jobs.submit_promotion(guard, prepared, request.ctx)
+                self._counters[metric_key("promoted_chunks_total", tier=guard.name)] += len(prepared.keys)
+            for key in run[: prepared.num_accepted]:
+                results[index_of[key]] = LookupResult.HIT_PENDING
+                request.promoted[key] = guard.tier.medium
+            if prepared.num_accepted < len(run):
+                break
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """The request was admitted: what it waited for is pinned by its load now, or not wanted any more."""
         if self._may_submit(req_context, "touch"):
             self.primary.touch(keys, req_context)
+            self._holds.release(req_context.req_id)
+            for guard in self.guards:
+                guard.touch(keys, req_context)
 
-    # Loads and stores
+    def hit_media(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[str]:
+        request = self._requests.get(req_context.req_id)
+        promoted = request.promoted if request is not None else {}
+        return [promoted.get(key, self.primary.medium) for key in keys]
+
+    # ---- loads and stores --------------------------------------------------------------------------------------
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PreparedLoad:
         if not self._may_submit(req_context, "prepare_load"):
@@ -142,7 +296,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.complete_load(prepared, failed_keys)
         if request is not None:
             request.loads_in_flight -= 1
-            self._forget_if_over(request)
+            self._settle(request)
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PreparedStore:
         if not self._may_submit(req_context, "prepare_store"):
@@ -153,36 +307,126 @@ class TieringOffloadingManager(OffloadingManager):
             request.stores_in_flight += 1
         return prepared
 
-    def complete_store(self, prepared: PreparedStore, success: bool) -> None:
+    def complete_store(self, prepared: PreparedStore, failed_keys: Collection[OffloadKey] = ()) -> None:
+        """Count down, cascade first, then finalise (L4)."""
         request = self._complete(prepared)
-        self.primary.complete_store(prepared, success)
-        if request is not None:
-            request.stores_in_flight -= 1
-            self._forget_if_over(request)
+        self.primary.complete_store(prepared, failed_keys)
+        if request is None:
+            return
+        request.stores_in_flight -= 1
+        if not request.finalised:
+            failed = set(failed_keys)
+            self._cascade([key for key in prepared.keys if key not in failed], request)
+        self._settle(request)
 
-    # The whole hierarchy
+    def _cascade(self, keys: Sequence[OffloadKey], request: _Request) -> None:
+        """Offer chunks that have just become readable to every tier behind that takes jobs."""
+        takers = [guard for guard in self.guards if guard.accepts_jobs] if keys and self._tiers_ready else []
+        for guard in takers:
+            room = int(self.primary.num_rows * self._limits.cascade_share) - self._jobs.leased_rows()
+            lease = self.primary.lease(keys[: max(0, room)])
+            if len(lease.keys) < len(keys):
+                skipped = metric_key("cascades_skipped_total", tier=guard.name)
+                self._counters[skipped] += len(keys) - len(lease.keys)
+            if lease.keys:
+                self._jobs.submit_cascade(guard, lease, request.ctx)
+
+    # ---- results of the tiers behind ---------------------------------------------------------------------------
+
+    def _collect_once(self) -> None:
+        """Take in what has ended, at the first call of a scheduling pass."""
+        if not self._collected:
+            self._collected = True
+            self._collect()
+
+    def _collect(self) -> None:
+        if not self.guards:
+            return
+        if not self._tiers_ready:
+            self._make_tiers_ready()
+        now = self._clock()
+        ends, late = self._jobs.collect()
+        for end in ends:
+            if end.entry.prepared is not None:
+                self._promotion_ended(end, now)
+            elif end.is_released:
+                self._release_rows(end.entry)
+        for entry in late:
+            self._release_rows(entry)
+        self._holds.release_expired(now)
+
+    def _promotion_ended(self, end: JobEnd, now: float) -> None:
+        prepared = end.entry.prepared
+        assert prepared is not None
+        if not end.is_released:
+            end.entry.abandoned = True
+            self.primary.abandon(prepared)
+            return
+        good = set(end.result.successful_keys)
+        kept = [key for key in prepared.keys if key in good]
+        self.primary.complete_store(prepared, [key for key in prepared.keys if key not in good])
+        request = self._requests.get(end.entry.job.req_context.req_id)
+        if kept and request is not None and request.lifecycle.phase is Phase.TRACKED:
+            self._holds.add(request.lifecycle.req_id, kept, now)
+
+    def _release_rows(self, entry: TierJob) -> None:
+        """Nobody touches the job's rows any more."""
+        if entry.lease is not None:
+            self.primary.release(entry.lease)
+        elif entry.prepared is not None:
+            self.primary.complete_store(entry.prepared, entry.prepared.keys)
+
+    # ---- the whole hierarchy -----------------------------------------------------------------------------------
 
     def on_schedule_end(self) -> None:
+        self._collect_once()
+        self._collected = False
         self.primary.on_schedule_end()
+        for guard in self.guards:
+            guard.on_schedule_end()
 
     def has_pending_work(self) -> bool:
+        """Being asked is vLLM's only tick while idle: what has ended is taken in here, so nothing is left to poll."""
+        self._collect()
         return self.primary.has_pending_work()
 
     def reset_cache(self) -> None:
-        """Handles in flight stay known until they come back; the primary tier tells their generations apart."""
+        """Rows in flight stay taken until their job ends; the primary tier tells their generations apart (L6)."""
+        self._holds.release_all()
         self.primary.reset_cache()
+        for request in self._requests.values():
+            request.promoted.clear()
+            if request.lifecycle.phase is Phase.SIGNALLED:
+                self._finalise(request)
+        for guard in self.guards:
+            guard.drain(self._limits.drain_timeout)
+            guard.reset(self._limits.drain_timeout)
+        self._collect()
 
     def take_events(self) -> list[ResidencyEvent]:
-        return self.primary.take_events()
+        events = self.primary.take_events()
+        for guard in self.guards:
+            events += guard.take_events()
+        return events
 
     def get_stats(self) -> Mapping[str, int | float]:
-        """The primary tier's, and the manager's own counters."""
-        return {**self.primary.get_stats(), "lifecycle_violations_total": self._violations}
+        """Every tier's, and the manager's own."""
+        stats = {**self.primary.get_stats(), **self._counters, "lifecycle_violations_total": self._violations}
+        for guard in self.guards:
+            stats.update(guard.get_stats())
+            stats[metric_key("tier_off", tier=guard.name)] = int(guard.breaker is not Breaker.CLOSED)
+            stats[metric_key("tier_jobs_in_flight", tier=guard.name)] = guard.num_unreleased
+            for kind, count in guard.counters.items():
+                stats[metric_key("tier_failures_total", tier=guard.name, kind=kind)] = count
+        return stats
 
     def shutdown(self) -> None:
+        for guard in self.guards:
+            guard.shutdown(self._limits.drain_timeout)
         self.primary.shutdown()
+        self._region_access.close()
 
-    # Contract keeping
+    # ---- contract keeping --------------------------------------------------------------------------------------
 
     def _may_submit(self, req_context: ReqContext, call: str) -> bool:
         """Whether the request may ask and submit now. Runs before anything is allocated (L7)."""
@@ -205,19 +449,11 @@ class TieringOffloadingManager(OffloadingManager):
             request.lifecycle.advance(Event.COMPLETE)
         return request
 
-    def _forget_if_over(self, request: _Request) -> None:
-        if not request.is_over:
-            return
-        req_id = request.lifecycle.req_id
-        if self._requests.get(req_id) is request:
-            del self._requests[req_id]
-        self._remember(request)
-
     def _find(self, req_id: str) -> _Request:
         """The request by that id, be it over, or a stand-in for one that was never announced."""
         request = self._requests.get(req_id) or self._over.get(req_id)
         if request is None:
-            request = _Request(RequestLifecycle(req_id, Phase.SIGNALLED, ["never announced"]))
+            request = _Request(ReqContext(req_id), RequestLifecycle(req_id, Phase.SIGNALLED, ["never announced"]))
             self._remember(request)
         return request
 

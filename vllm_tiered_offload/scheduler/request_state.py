@@ -1,5 +1,6 @@
 """What the scheduler half remembers of one request."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm_tiered_offload.contract.jobs import OffloadPolicy, PreparedLoad, ReqContext
@@ -78,6 +79,7 @@ class RequestState:
     next_chunk: int = 0  # chunks before it need no offer any more
     offered_chunks: int = 0  # end of the last offer: a declined range is offered again only beyond it (V3)
     declines: int = 0  # offers that were not taken in full since the last (re)start
+    loaded_from: Mapping[str, int] = field(default_factory=dict)  # medium -> tokens of the last load
     stale: bool = False  # active at a reset: offers nothing until it restarts at 0 computed tokens (L6)
     skipped: bool = False  # an invariant of this request broke: it is not offloaded any more (L7, tolerant)
 

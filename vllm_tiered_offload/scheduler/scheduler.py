@@ -19,16 +19,21 @@ Rules that hold throughout:
 """
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from vllm_tiered_offload.contract.geometry import RegionGeometry
 from vllm_tiered_offload.contract.jobs import PreparedLoad, ReqContext
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.lifecycle import Event, RequestLifecycle
 from vllm_tiered_offload.contract.managers import OffloadingManager
-from vllm_tiered_offload.contract.messages import DeviceJob, GroupTransfer, StepMessage, WorkerReport
+from vllm_tiered_offload.contract.messages import (
+    DeviceJob,
+    GroupTransfer,
+    RegionAnnouncement,
+    StepMessage,
+    WorkerReport,
+)
 from vllm_tiered_offload.contract.seams import Clock, monotonic
 from vllm_tiered_offload.scheduler.block_pins import BlockPins
 from vllm_tiered_offload.scheduler.job_table import JobRecord, JobTable
@@ -109,13 +114,14 @@ class OffloadingConnectorScheduler:
         self._pins.bind(pool)
         self._resolve_blocks = resolve_blocks
 
-    def bind_region(self, geometry: RegionGeometry) -> None:
+    def bind_region(self, announcement: RegionAnnouncement) -> None:
         """The workers have made the host region. Later announcements of the same region change nothing."""
         if self._region_bound:
             return
         self._region_bound = True
-        self._jobs.num_ranks = geometry.num_ranks
-        self._manager.bind_region(geometry)
+        self._jobs.num_ranks = announcement.geometry.num_ranks
+        self._manager.bind_region(announcement.geometry)
+        self._manager.open_region(announcement)
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -252,10 +258,17 @@ class OffloadingConnectorScheduler:
         state.reservation = None
         self._reserving.pop(state.req_id, None)
         record = self._jobs.add(state, self._deadline(), load=reservation.prepared)
+        media = self._manager.hit_media(reservation.prepared.keys, state.ctx)
+        state.loaded_from = tokens_by_medium(self._shape, reservation, media, num_external_tokens)
         self._stats.count("loaded_tokens_total", num_external_tokens)
         self._message.loads.append(DeviceJob(record.job_id, state.req_id, [transfer]))
         logger.debug("request %s loads %d tokens from token %d", state.req_id, num_external_tokens, start)
         return True
+
+    def loaded_from(self, req_id: str) -> Mapping[str, int]:
+        """Tokens of the request's last load by the medium that they came from. Changes nothing."""
+        state = self._requests.get(req_id)
+        return state.loaded_from if state is not None else {}
 
     def _fail_load(self, state: RequestState) -> None:
         """vLLM waits for a load that cannot be made: the workers report it as a failed receive, and it recomputes."""
@@ -397,7 +410,7 @@ class OffloadingConnectorScheduler:
         if report is None:
             return
         if report.region is not None:
-            self.bind_region(report.region.geometry)
+            self.bind_region(report.region)
         for record in self._jobs.acknowledge(report.acks):
             self._end_job(record)
 
@@ -406,7 +419,7 @@ class OffloadingConnectorScheduler:
         failed = record.error is not None
         if record.store is not None:
             self._pins.unpin(record.pinned)
-            self._manager.complete_store(record.store, success=not failed)
+            self._manager.complete_store(record.store, record.store.keys if failed else ())
         elif record.load is not None and record.load.keys:
             unreadable = record.load.keys if failed and not record.cancelled else ()
             self._manager.complete_load(record.load, unreadable)
@@ -525,6 +538,21 @@ def plan_load(
     if num_rows > len(reservation.prepared.block_ids) or len(target) != end_block - first_block:
         return None
     return GroupTransfer(0, list(reservation.prepared.block_ids[:num_rows]), target, first_sub_block)
+
+
+def tokens_by_medium(
+    shape: GroupShape, reservation: Reservation, media: Sequence[str], num_external_tokens: int
+) -> dict[str, int]:
+    """How many of the loaded tokens each medium supplied; the sum is `num_external_tokens`."""
+    start = reservation.num_computed_tokens
+    end = start + num_external_tokens
+    tokens: dict[str, int] = {}
+    for index, medium in enumerate(media):
+        first = (reservation.first_chunk + index) * shape.chunk_tokens
+        count = min(end, first + shape.chunk_tokens) - max(start, first)
+        if count > 0:
+            tokens[medium] = tokens.get(medium, 0) + count
+    return tokens
 
 
 def blocks_of_keys(

@@ -67,6 +67,8 @@ class CpuTier(PrimaryTier):
         self._writing: dict[OffloadKey, int] = {}
         # Handles given out and not handed back, of any generation. By identity, which a kept object cannot lose.
         self._in_flight: dict[int, PreparedLoad | PreparedStore] = {}
+        # Stores in flight whose keys were forgotten in this generation; a subset of _in_flight.
+        self._abandoned: set[int] = set()
         # Announced requests -> their access, None until they first use a key in this generation.
         self._accesses: dict[str, int | None] = {}
         self._last_access = 0
@@ -91,6 +93,12 @@ class CpuTier(PrimaryTier):
     @property
     def num_rows(self) -> int:
         return self._rows.num_rows
+
+    @property
+    def num_unpinned_rows(self) -> int:
+        with self._leases.lock:
+            leased_only = self._leases.count_rows(lambda row: not self._rows.pins[row])
+        return self._rows.num_rows - self._rows.num_pinned - leased_only
 
     @property
     def generation(self) -> int:
@@ -207,7 +215,7 @@ class CpuTier(PrimaryTier):
             return PreparedStore((), (), len(keys), self._generation)
         if len(new) > 1:
             new = list(dict.fromkeys(new))
-        self._make_room(len(new), keys)
+        self._make_room(len(new), keys, self._accesses[req_context.req_id])
         fitting = min(len(new), self._rows.num_free)
         accepted = len(keys) if fitting == len(new) else keys.index(new[fitting])
         self._declined += len(new) - fitting
@@ -225,44 +233,64 @@ class CpuTier(PrimaryTier):
         self._in_flight[id(prepared)] = prepared
         return prepared
 
-    def complete_store(self, prepared: PreparedStore, success: bool) -> None:
+    def complete_store(self, prepared: PreparedStore, failed_keys: Collection[OffloadKey] = ()) -> None:
         if not prepared.keys or not self._take_back(prepared):
             return
-        rows = self._rows
-        rows.unpin(prepared.block_ids)
-        if prepared.generation != self._generation:
+        self._rows.unpin(prepared.block_ids)
+        if prepared.generation != self._generation or id(prepared) in self._abandoned:
+            self._abandoned.discard(id(prepared))
             return
-        writing = self._writing
-        for key in prepared.keys:
-            del writing[key]
-        if success:
-            self._leases.readable.update(zip(prepared.keys, prepared.block_ids, strict=True))
-            self._policy.unpinned(prepared.keys)
-            self._record(prepared.keys, stored=True)
-        else:
-            self._policy.remove(prepared.keys)
-            for row in prepared.block_ids:
-                rows.give(row)
+        stored = dict(zip(prepared.keys, prepared.block_ids, strict=True))
+        for key in stored:
+            del self._writing[key]
+        failed = {key: stored.pop(key) for key in failed_keys if key in stored}
+        self._leases.readable.update(stored)
+        self._policy.unpinned(stored)
+        self._record(tuple(stored), stored=True)
+        self._policy.remove(failed)
+        for row in failed.values():
+            self._rows.give(row)
 
-    def _make_room(self, wanted: int, protected: Sequence[OffloadKey]) -> None:
-        """Evict until `wanted` rows are free, as far as unpinned rows go. Never evicts one of `protected`."""
+    def abandon(self, prepared: PreparedStore) -> None:
+        if prepared.generation != self._generation or id(prepared) not in self._in_flight:
+            return
+        self._abandoned.add(id(prepared))
+        for key in prepared.keys:
+            del self._writing[key]
+        self._policy.remove(prepared.keys)
+        for row in prepared.block_ids:
+            self._rows.give(row)  # pinned by the store: orphaned until it ends
+
+    def _make_room(self, wanted: int, protected: Sequence[OffloadKey], access: int | None) -> None:
+        """Evict until `wanted` rows are free, as far as unpinned rows go.
+
+        Never evicts one of `protected`, nor what `access` used: a prompt that is larger than the tier keeps the prefix
+        that fits, instead of pushing out its own head with its tail (V3).
+        """
         self._collect_leases()
         lacking = wanted - self._rows.num_free
         if lacking <= 0:
             return
         readable, pins, is_held = self._leases.readable, self._rows.pins, self._leases.is_held
         kept = set(protected)
+        last_used_by = self._policy.access_of
+        spared = list(protected)
 
         def is_pinned(key: OffloadKey) -> bool:
             row = readable.get(key)
-            return row is None or pins[row] > 0 or key in kept or is_held(row)
+            if row is None or pins[row] > 0 or key in kept or is_held(row):
+                return True
+            if last_used_by(key) == access:
+                spared.append(key)
+                return True
+            return False
 
         with self._leases.lock:
             victims = self._policy.evict(lacking, is_pinned)
             rows = [readable.pop(key) for key in victims]
         for row in rows:
             self._rows.give(row)
-        self._policy.unpinned(protected)
+        self._policy.unpinned(spared)
         self._evictions += len(victims)
         self._record(tuple(victims), stored=False)
 
@@ -299,6 +327,7 @@ class CpuTier(PrimaryTier):
         with self._leases.lock:
             readable.clear()
         self._writing.clear()
+        self._abandoned.clear()
         self._rows.give_all()
         self._policy.clear()
         self._accesses = dict.fromkeys(self._accesses)

@@ -79,6 +79,10 @@ class ArcPolicy(EvictionPolicy):
             elif key in self._t2:
                 self._t2.remove(key)
 
+    def access_of(self, key: OffloadKey) -> int | None:
+        owner = self._t1.access_of(key)
+        return self._t2.access_of(key) if owner is None else owner
+
     def evict(self, count: int, is_pinned: Callable[[OffloadKey], bool]) -> list[OffloadKey]:
         victims: list[OffloadKey] = []
         while len(victims) < count:

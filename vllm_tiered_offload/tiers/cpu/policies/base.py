@@ -55,6 +55,10 @@ class EvictionPolicy(ABC):
         """Forget `keys` without a trace: they never became readable, or cannot be read. Unknown ones are skipped."""
 
     @abstractmethod
+    def access_of(self, key: OffloadKey) -> int | None:
+        """The access that used `key` last; None when the key is not held."""
+
+    @abstractmethod
     def evict(self, count: int, is_pinned: Callable[[OffloadKey], bool]) -> list[OffloadKey]:
         """Give up and return up to `count` keys that are not pinned, in the order in which they go.
 

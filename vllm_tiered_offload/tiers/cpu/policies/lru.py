@@ -37,6 +37,9 @@ class LruPolicy(EvictionPolicy):
             if key in order:
                 order.remove(key)
 
+    def access_of(self, key: OffloadKey) -> int | None:
+        return self._order.access_of(key)
+
     def evict(self, count: int, is_pinned: Callable[[OffloadKey], bool]) -> list[OffloadKey]:
         return self._order.pop_victims(count, is_pinned)
 
