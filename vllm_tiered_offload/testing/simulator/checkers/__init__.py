@@ -1,0 +1,30 @@
+"""One checker per invariant that shows from outside the connector, named after its id in DESIGN.
+
+The bytes themselves are checked by the runner on every read, calls to files and sockets by `guard` and `hooks`.
+"""
+
+from vllm_tiered_offload.testing.simulator.checkers.base import Checker
+from vllm_tiered_offload.testing.simulator.checkers.blocks import D1WrittenSlots, D2PinnedBlocks
+from vllm_tiered_offload.testing.simulator.checkers.requests import (
+    D7OneReceive,
+    L1Lifecycle,
+    L2FinalStores,
+    V1BoundedWaiting,
+    V5NothingLeft,
+)
+from vllm_tiered_offload.testing.simulator.checkers.rows import D4RowReuse, D8ReadableRows, L6Reset
+
+ALL_CHECKERS: tuple[type[Checker], ...] = (
+    L1Lifecycle,
+    L2FinalStores,
+    L6Reset,
+    D1WrittenSlots,
+    D2PinnedBlocks,
+    D4RowReuse,
+    D7OneReceive,
+    D8ReadableRows,
+    V1BoundedWaiting,
+    V5NothingLeft,
+)
+
+__all__ = ["ALL_CHECKERS", "Checker"]

@@ -1,0 +1,75 @@
+"""What a checker can watch. Everything is a no-op here; a checker overrides what it needs."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_tiered_offload.testing.simulator.story import Violation
+
+if TYPE_CHECKING:
+    from vllm_tiered_offload.testing.simulator.engine import Simulation, Step
+
+
+class Checker:
+    """One invariant, watched from outside the connector. `name` is its id in DESIGN."""
+
+    name = ""
+
+    def __init__(self, sim: "Simulation") -> None:
+        self.sim = sim
+
+    def broken(self, text: str, req_id: str | None = None) -> Violation:
+        """The error to raise."""
+        return self.sim.story.violation(self.name, text, req_id)
+
+    def added(self, request: Any) -> None:
+        """A request is about to reach the scheduler."""
+
+    def ended(self, request: Any) -> None:
+        """vLLM finished a request."""
+
+    def allocated(self, block_ids: list[int]) -> None:
+        """The block pool hands out these device blocks."""
+
+    def hook(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """A hook of the outermost connector's scheduler side returned."""
+
+    def scheduled(self, step: "Step") -> None:
+        """A batch is scheduled, its message to the workers is built."""
+
+    def writing(self, req_id: str, block_ids: list[int], changes: Callable[[], bool]) -> None:
+        """The forward pass writes into these blocks next; `changes()` tells whether any byte becomes different."""
+
+    def received(self, step: "Step") -> None:
+        """On the workers: the forward pass of this batch has run, its stores are submitted next."""
+
+    def reported(self, step: "Step") -> None:
+        """The workers have answered for this batch."""
+
+    def updated(self, step: "Step") -> None:
+        """The scheduler has processed that answer."""
+
+    def was_reset(self, ok: bool, active: set[str]) -> None:
+        """The connector's cache was reset; `ok`: vLLM's own reset succeeded too; `active`: requests with KV then."""
+
+    def converged(self) -> None:
+        """The engine is idle, faults are off."""
+
+
+class AckCounter:
+    """Counts acknowledgements per job until every rank has given one."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._open: dict[int, tuple[int, str | None]] = {}  # job id -> (ranks that ended it, first error)
+
+    def count(self, step: "Step") -> list[tuple[int, str | None]]:
+        """(job, first error) of each job that the report of `step` ends."""
+        ended = []
+        for job_id, ack in (step.report.acks if step.report is not None else {}).items():
+            ranks, error = self._open.pop(job_id, (0, None))
+            ranks, error = ranks + ack.ranks, error or ack.error
+            if ranks >= self._ranks:
+                ended.append((job_id, error))
+            else:
+                self._open[job_id] = (ranks, error)
+        return ended

@@ -1,0 +1,170 @@
+"""Checkers of device blocks: what a store reads (D1) and how long it stays there (D2)."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_tiered_offload.contract.messages import DeviceJob
+from vllm_tiered_offload.testing.simulator.checkers.base import AckCounter, Checker
+from vllm_tiered_offload.testing.simulator.config import OURS
+
+if TYPE_CHECKING:
+    from vllm_tiered_offload.testing.simulator.engine import Simulation, Step
+
+
+class D1WrittenSlots(Checker):
+    """Never store a slot that no forward pass has written, nor another position's bytes.
+
+    When the workers receive a store, after that step's forward pass, each of its device blocks must hold exactly what
+    the request's tokens give at the block's position, and must be the block that the request had, not one handed out
+    again since.
+
+    Does not check which row the bytes go to (the runner does, when they come back), nor that a load range which is
+    still in flight is left out when its bytes happen to be right already.
+    """
+
+    name = "d1"
+
+    def __init__(self, sim: "Simulation") -> None:
+        super().__init__(sim)
+        self._generation: dict[int, int] = {}  # device block -> how often it was handed out
+        self._requests: dict[str, Any] = {}  # every request that may still be stored
+        self._former: dict[str, Any] = {}  # a finished request whose id is in use again, until it is reported
+        # Block table of each request as last seen, and the one before (a preemption replaces it): (block, generation).
+        self._tables: dict[str, list[tuple[int, int]]] = {}
+        self._older: dict[str, list[tuple[int, int]]] = {}
+
+    def added(self, request: Any) -> None:
+        former = self._requests.get(request.request_id)
+        if former is not None:
+            self._former[request.request_id] = former
+        self._requests[request.request_id] = request
+
+    def allocated(self, block_ids: list[int]) -> None:
+        for block in block_ids:
+            self._generation[block] = self._generation.get(block, 0) + 1
+
+    def scheduled(self, step: "Step") -> None:
+        manager = self.sim.scheduler.kv_cache_manager
+        for req_id in self.sim.scheduler.requests:
+            table = [(block, self._generation.get(block, 0)) for block in manager.get_block_ids(req_id)[0]]
+            known = self._tables.get(req_id, [])
+            if table[: len(known)] != known:
+                self._older[req_id] = known
+            if table or req_id in self.sim.live:
+                self._tables[req_id] = table
+        for job in step.message.stores:
+            for transfer in job.transfers:
+                for block in transfer.device_block_ids:
+                    self._position(job, block)
+
+    def received(self, step: "Step") -> None:
+        for job in step.message.stores:
+            for transfer in job.transfers:
+                for block in transfer.device_block_ids:
+                    self._check_bytes(job, block, self._position(job, block))
+        for req_id in step.output.finished_req_ids:
+            self._former.pop(req_id, None)
+            if req_id not in self.sim.live:
+                for known in (self._requests, self._tables, self._older):
+                    known.pop(req_id, None)
+
+    def _position(self, job: DeviceJob, block: int) -> int:
+        """The place of a block in its request's table."""
+        wanted = (block, self._generation.get(block, 0))
+        for tables in (self._tables, self._older):
+            table = tables.get(job.req_id, [])
+            if wanted in table:
+                return table.index(wanted)
+        raise self.broken(
+            f"store job {job.job_id} of {job.req_id} reads block {block}, which is not the request's (any more): "
+            f"table {[block for block, _ in self._tables.get(job.req_id, [])]}",
+            job.req_id,
+        )
+
+    def _check_bytes(self, job: DeviceJob, block: int, position: int) -> None:
+        runner, size = self.sim.runner, self.sim.config.block_size
+        start, end = position * size, (position + 1) * size
+        got = runner.kv[:, :, block]
+        former = self._former.get(job.req_id)
+        if former is not None and np.array_equal(got, runner.words_for(former.all_token_ids)[:, :, start:end]):
+            return
+        want = runner.expected(job.req_id, start, end)
+        if want is None:
+            tokens = list(self._requests[job.req_id].all_token_ids)
+            if len(tokens) < end:
+                raise self.broken(
+                    f"store job {job.job_id} of {job.req_id}: block {position} ends at token {end} of {len(tokens)}",
+                    job.req_id,
+                )
+            want = runner.words_for(tokens[:end])[:, :, start:end]
+        if not np.array_equal(got, want):
+            rank, layer, offset, word = (int(i) for i in np.argwhere(got != want)[0])
+            what = runner.describe(rank, layer, int(got[rank, layer, offset, word]))
+            raise self.broken(
+                f"store job {job.job_id} of {job.req_id} reads block {block} for block position {position}, and its "
+                f"slot {offset} {what}",
+                job.req_id,
+            )
+
+
+class D2PinnedBlocks(Checker):
+    """A device block with a store pending is never handed out again or overwritten before the store ended.
+
+    From the moment the store is in a message until every rank acknowledged it, the block pool must not hand the block
+    out, and after the forward pass that the store follows nobody may change its bytes. Blocks held that way never
+    exceed their share of the pool (setting max_pinned_device_share).
+
+    Does not check blocks between request_finished and the message that carries their final store (D1 sees those: the
+    block is no longer the request's), nor writes by another connector's load.
+    """
+
+    name = "d2"
+
+    def __init__(self, sim: "Simulation") -> None:
+        super().__init__(sim)
+        config = sim.config
+        share = config.extra.get("max_pinned_device_share", 0.5 if config.connector == OURS else 1.0)
+        self._limit = int((config.num_blocks - 1) * share)
+        self._reported = AckCounter(sim.config.ranks)
+        self._processed = AckCounter(sim.config.ranks)
+        self._planned: dict[int, set[int]] = {}  # job -> blocks, from the message to the last acknowledgement
+        self._reading: dict[int, set[int]] = {}  # the same, from the workers' receipt on
+
+    def scheduled(self, step: "Step") -> None:
+        for job in step.message.stores:
+            self._planned[job.job_id] = _blocks(job)
+        held = set().union(*self._planned.values())
+        if len(held) > self._limit:
+            raise self.broken(f"{len(held)} device blocks are held by stores, at most {self._limit} may be")
+
+    def received(self, step: "Step") -> None:
+        for job in step.message.stores:
+            self._reading[job.job_id] = _blocks(job)
+
+    def reported(self, step: "Step") -> None:
+        for job_id, _ in self._reported.count(step):
+            self._reading.pop(job_id, None)
+
+    def updated(self, step: "Step") -> None:
+        for job_id, _ in self._processed.count(step):
+            self._planned.pop(job_id, None)
+
+    def allocated(self, block_ids: list[int]) -> None:
+        for job_id, blocks in self._planned.items():
+            if not blocks.isdisjoint(block_ids):
+                raise self.broken(f"blocks {sorted(blocks & set(block_ids))} handed out, store job {job_id} pending")
+
+    def writing(self, req_id: str, block_ids: list[int], changes: Callable[[], bool]) -> None:
+        for job_id, blocks in self._reading.items():
+            if not blocks.isdisjoint(block_ids) and changes():
+                raise self.broken(f"blocks {sorted(blocks & set(block_ids))} overwritten under store {job_id}", req_id)
+
+    def converged(self) -> None:
+        if self._planned:
+            raise self.broken(f"store jobs never acknowledged: {sorted(self._planned)}")
+
+
+def _blocks(job: DeviceJob) -> set[int]:
+    return {block for transfer in job.transfers for block in transfer.device_block_ids}

@@ -1,0 +1,195 @@
+"""Checkers of the submission contract (L1, L2), of loads (D7), of waiting (V1) and of the end state (V5)."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_tiered_offload.testing.simulator.checkers.base import AckCounter, Checker
+
+if TYPE_CHECKING:
+    from vllm_tiered_offload.testing.simulator.engine import Simulation, Step
+
+
+class L1Lifecycle(Checker):
+    """At the manager, for every request: on_new_request first, on_request_finished exactly once, no submit after it.
+
+    Spies on the scheduler half's manager, if the connector has one.
+
+    Does not check the layers below the manager, nor completions.
+    """
+
+    name = "l1"
+    SUBMITS = ("prepare_load", "prepare_store")
+
+    def __init__(self, sim: "Simulation") -> None:
+        super().__init__(sim)
+        self._known: Counter[str] = Counter()  # on_new_request minus on_request_finished, by request
+        self._seen: set[str] = set()
+        half = getattr(sim.connector, "connector_scheduler", None)
+        manager = getattr(half, "manager", None) or getattr(half, "_manager", None)
+        if manager is not None:
+            self._spy(manager, "on_new_request", self._began)
+            self._spy(manager, "on_request_finished", self._finished)
+            for name in self.SUBMITS:
+                self._spy(manager, name, self._submitted)
+        self._watching = manager is not None
+
+    def _spy(self, manager: Any, name: str, told: Callable[[str, str], None]) -> None:
+        method = getattr(manager, name)
+
+        def spied(*args: Any) -> Any:
+            told(name, args[-1].req_id)
+            return method(*args)
+
+        setattr(manager, name, spied)
+
+    def _began(self, _name: str, req_id: str) -> None:
+        self._known[req_id] += 1
+        self._seen.add(req_id)
+        if self._known[req_id] != 1:
+            raise self.broken("on_new_request twice without a finish between", req_id)
+
+    def _finished(self, _name: str, req_id: str) -> None:
+        self._known[req_id] -= 1
+        if self._known[req_id] != 0:
+            raise self.broken("on_request_finished without a request", req_id)
+        del self._known[req_id]
+
+    def _submitted(self, name: str, req_id: str) -> None:
+        if self._known[req_id] != 1:
+            raise self.broken(f"{name} outside of the request's life", req_id)
+
+    def ended(self, request: Any) -> None:
+        if self._watching and request.request_id not in self._seen:
+            raise self.broken("the manager never heard of this request", request.request_id)
+        self._seen.discard(request.request_id)
+
+    def converged(self) -> None:
+        if +self._known:
+            raise self.broken(f"never finished at the manager: {sorted(+self._known)}")
+
+
+class L2FinalStores(Checker):
+    """All final stores of a finished request are in the message of the step that reports it finished, none later.
+
+    Does not check that there are any (the byte and hit checks of the tests do), nor their pins (D2).
+    """
+
+    name = "l2"
+
+    def __init__(self, sim: "Simulation") -> None:
+        super().__init__(sim)
+        self._over: set[str] = set()  # reported as finished in an earlier step
+
+    def added(self, request: Any) -> None:
+        self._over.discard(request.request_id)
+
+    def scheduled(self, step: "Step") -> None:
+        for job in (*step.message.stores, *step.message.loads):
+            if job.req_id in self._over:
+                raise self.broken(f"job {job.job_id} after the step that reported the request finished", job.req_id)
+        self._over |= step.output.finished_req_ids - set(self.sim.live)
+
+
+class D7OneReceive(Checker):
+    """Each load ends in exactly one finished receive per rank, and in a failed one where it failed.
+
+    A receive needs a load in flight on that rank; a load that was acknowledged with an error on any rank must reach
+    vLLM as failed, and none may be acknowledged without its receive.
+
+    Does not check that a load which reports success has moved its bytes (the runner does, when the request runs).
+    """
+
+    name = "d7"
+
+    def __init__(self, sim: "Simulation") -> None:
+        super().__init__(sim)
+        self._acks = AckCounter(sim.config.ranks)
+        self._loading: list[dict[str, int]] = [{} for _ in range(sim.config.ranks)]  # per rank: request -> job
+        self._failed: set[str] = set()  # requests whose load in flight was reported as failed by some rank
+        self._requests: dict[int, str] = {}  # job -> request, until its last acknowledgement
+
+    def received(self, step: "Step") -> None:
+        for job in step.message.loads:
+            self._requests[job.job_id] = job.req_id
+            for loading in self._loading:
+                if job.req_id in loading:
+                    raise self.broken("a second load while the first is in flight", job.req_id)
+                loading[job.req_id] = job.job_id
+
+    def reported(self, step: "Step") -> None:
+        for loading, output in zip(self._loading, step.rank_outputs, strict=True):
+            self._failed |= (output.failed_recving or set()) & loading.keys()
+        for rank, output in enumerate(step.rank_outputs):
+            for req_id in output.finished_recving or ():
+                job_id = self._loading[rank].pop(req_id, None)
+                if job_id is None and not self.sim.world.has_received(req_id, rank):
+                    raise self.broken(f"rank {rank} finished a receive that was not in flight", req_id)
+        for job_id, error in self._acks.count(step):
+            req_id = self._requests.pop(job_id, None)
+            if req_id is not None:
+                self._load_ended(job_id, req_id, error)
+
+    def _load_ended(self, job_id: int, req_id: str, error: str | None) -> None:
+        if error is not None and req_id not in self._failed:
+            raise self.broken(f"load job {job_id} failed ({error}) and was reported as good", req_id)
+        if any(loading.get(req_id) == job_id for loading in self._loading):
+            raise self.broken(f"load job {job_id} was acknowledged without a finished receive on every rank", req_id)
+        self._failed.discard(req_id)
+
+    def converged(self) -> None:
+        if any(self._loading):
+            raise self.broken(f"loads that never ended: {self._loading}")
+
+
+class V1BoundedWaiting(Checker):
+    """Nobody waits without bound: "ask again" ends within `LIMIT` simulated seconds of a request's first one.
+
+    Does not check who caused the wait, nor waits that vLLM does not ask about (a full pool).
+    """
+
+    name = "v1"
+    LIMIT = 5.0  # retry and pending time-outs are 1 s each, a new row restarts the second one
+
+    def __init__(self, sim: "Simulation") -> None:
+        super().__init__(sim)
+        self._since: dict[str, float] = {}
+
+    def hook(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        if name != "get_num_new_matched_tokens":
+            return
+        req_id = args[0].request_id
+        if result[0] is not None:
+            self._since.pop(req_id, None)
+        elif self.sim.clock() - self._since.setdefault(req_id, self.sim.clock()) > self.LIMIT:
+            raise self.broken(f"asked again for more than {self.LIMIT} s", req_id)
+
+    def ended(self, request: Any) -> None:
+        self._since.pop(request.request_id, None)
+
+
+class V5NothingLeft(Checker):
+    """Once the workload stopped and faults are off, nothing is pending and nothing is left.
+
+    No push work, no block in use, no request held by vLLM, no copy waiting, every map of the scheduler half empty.
+    (That the engine gets there at all within a bounded number of steps is `Simulation.run_until_idle`.)
+
+    Does not check the worker half's maps or the tier's rows.
+    """
+
+    name = "v5"
+
+    def converged(self) -> None:
+        sim = self.sim
+        connector = sim.scheduler.connector
+        in_use = sim.config.num_blocks - 1 - sim.pool.get_num_free_blocks()
+        left = {
+            "push work": connector is not None and connector.has_pending_push_work(),
+            "device blocks in use": in_use,
+            "requests": len(sim.scheduler.requests),
+            "waiting copies": len(sim.copies),
+            **sim.leftover_state(),
+        }
+        left = {name: size for name, size in left.items() if size}
+        if left:
+            raise self.broken(f"left over: {left}")
