@@ -55,7 +55,7 @@ def finish_is_not_told(patch: Patch) -> None:
 def failed_stores_count(patch: Patch) -> None:
     complete: Callable[..., None] = TieringOffloadingManager.complete_store
     patch.setattr(
-        TieringOffloadingManager, "complete_store", lambda self, prepared, success: complete(self, prepared, True)
+        TieringOffloadingManager, "complete_store", lambda self, prepared, failed_keys=(): complete(self, prepared)
     )
 
 
