@@ -139,6 +139,11 @@ class TieringOffloadingManager(OffloadingManager):
             self._announcement = announcement
             self._region_access.start(announcement)
 
+    @property
+    def _ready(self) -> tuple[TierGuard, ...]:
+        """The tiers behind, once they know the region."""
+        return self.guards if self._tiers_ready else ()
+
     def _make_tiers_ready(self) -> None:
         """Hand the region to the tiers once the other thread has opened it."""
         region = self._region_access.take()
@@ -272,7 +277,7 @@ class TieringOffloadingManager(OffloadingManager):
         if self._may_submit(req_context, "touch"):
             self.primary.touch(keys, req_context)
             self._holds.release(req_context.req_id)
-            for guard in self.guards:
+            for guard in self._ready:
                 guard.touch(keys, req_context)
 
     def hit_media(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[str]:
@@ -321,7 +326,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _cascade(self, keys: Sequence[OffloadKey], request: _Request) -> None:
         """Offer chunks that have just become readable to every tier behind that takes jobs."""
-        takers = [guard for guard in self.guards if guard.accepts_jobs] if keys and self._tiers_ready else []
+        takers = [guard for guard in self._ready if guard.accepts_jobs] if keys else []
         for guard in takers:
             room = int(self.primary.num_rows * self._limits.cascade_share) - self._jobs.leased_rows()
             lease = self.primary.lease(keys[: max(0, room)])
@@ -382,7 +387,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._collect_once()
         self._collected = False
         self.primary.on_schedule_end()
-        for guard in self.guards:
+        for guard in self._ready:
             guard.on_schedule_end()
 
     def has_pending_work(self) -> bool:
@@ -398,14 +403,14 @@ class TieringOffloadingManager(OffloadingManager):
             request.promoted.clear()
             if request.lifecycle.phase is Phase.SIGNALLED:
                 self._finalise(request)
-        for guard in self.guards:
+        for guard in self._ready:
             guard.drain(self._limits.drain_timeout)
             guard.reset(self._limits.drain_timeout)
         self._collect()
 
     def take_events(self) -> list[ResidencyEvent]:
         events = self.primary.take_events()
-        for guard in self.guards:
+        for guard in self._ready:
             events += guard.take_events()
         return events
 
@@ -413,11 +418,12 @@ class TieringOffloadingManager(OffloadingManager):
         """Every tier's, and the manager's own."""
         stats = {**self.primary.get_stats(), **self._counters, "lifecycle_violations_total": self._violations}
         for guard in self.guards:
-            stats.update(guard.get_stats())
+            if self._tiers_ready:
+                stats.update(guard.get_stats())
             stats[metric_key("tier_off", tier=guard.name)] = int(guard.breaker is not Breaker.CLOSED)
             stats[metric_key("tier_jobs_in_flight", tier=guard.name)] = guard.num_unreleased
             for kind, count in guard.counters.items():
-                stats[metric_key("tier_failures_total", tier=guard.name, kind=kind)] = count
+                stats[metric_key("tier_faults_total", tier=guard.name, kind=kind)] = count
         return stats
 
     def shutdown(self) -> None:

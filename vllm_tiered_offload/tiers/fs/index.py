@@ -1,0 +1,213 @@
+"""What the scheduler thread knows of the directory, from memory alone.
+
+    key:  unknown --lookup--> asked --answer--> present | absent
+          absent --share_refresh--> unknown                (another engine may have stored it)
+          any but present --submit_store--> writing --> present | unknown
+          present --evicted--> leaving --> unknown;   present --a read finds it gone or bad--> absent | shunned
+
+One thread owns it; no locks. Sizes are bytes on disk, frame included.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.contract.seams import Clock
+
+_CANDIDATES = 1024
+
+
+class ExpiringKeys:
+    """Keys that are in it for `ttl` seconds after `add`."""
+
+    def __init__(self, ttl: float, clock: Clock) -> None:
+        self._ttl = ttl
+        self._clock = clock
+        # Key -> when it ends; ends never decrease in iteration order.
+        self._until: dict[OffloadKey, float] = {}
+
+    def add(self, keys: Iterable[OffloadKey]) -> None:
+        until, end = self._until, self._clock() + self._ttl
+        for key in keys:
+            until.pop(key, None)
+            until[key] = end
+
+    def discard(self, key: OffloadKey) -> None:
+        self._until.pop(key, None)
+
+    def purge(self) -> None:
+        """Forget what has ended."""
+        now, ended = self._clock(), []
+        for key, end in self._until.items():
+            if end > now:
+                break
+            ended.append(key)
+        for key in ended:
+            del self._until[key]
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._until
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def clear(self) -> None:
+        self._until.clear()
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Room for one file: `victims` (key, bytes) have to be unlinked before it is written."""
+
+    key: OffloadKey
+    size: int
+    victims: list[tuple[OffloadKey, int]] = field(default_factory=list)
+
+    @property
+    def surplus(self) -> int:
+        """What the victims free beyond the need; it counts as used until they are really gone."""
+        return max(0, sum(size for _, size in self.victims) - self.size)
+
+
+class KeyIndex:
+    """Present keys in order of use, and the bytes they take. `capacity` None means no bound."""
+
+    def __init__(self, capacity: int | None) -> None:
+        self.capacity = capacity
+        # Key -> bytes, least recently used first. Equal sizes share one int object (`_sizes`): 10^6 keys count.
+        self.present: dict[OffloadKey, int] = {}
+        self._sizes: dict[int, int] = {}
+        # Victims that are not unlinked yet -> bytes. Disjoint from `present`.
+        self.leaving: dict[OffloadKey, int] = {}
+        # Loads in flight by key, none 0: these are not evicted.
+        self._reads: dict[OffloadKey, int] = {}
+        # Bytes: of `present`, of reservations, and their surplus. Never above the capacity by our own doing.
+        self.used = 0
+        self._reserved = 0
+        self.num_reservations = 0
+        self.evictions = 0
+        # The next victims, oldest first, as of the last look; who was touched or came again since is in `_touched`.
+        self._candidates: deque[OffloadKey] = deque()
+        self._touched: set[OffloadKey] = set()
+
+    def add(self, key: OffloadKey, size: int) -> bool:
+        """The file is there; whether that is news. A key on its way out stays so."""
+        if key in self.present or key in self.leaving:
+            return False
+        self.present[key] = self._sizes.setdefault(size, size)
+        self._note_use(key)
+        self.used += size
+        return True
+
+    def remove(self, key: OffloadKey) -> bool:
+        """The file is gone; whether that is news."""
+        size = self.present.pop(key, None)
+        if size is None:
+            return False
+        self.used -= size
+        return True
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Used now: the tail of the prefix becomes older than its head."""
+        present = self.present
+        for key in reversed(keys):
+            size = present.pop(key, None)
+            if size is not None:
+                present[key] = size
+                self._note_use(key)
+
+    def begin_read(self, key: OffloadKey) -> None:
+        self._reads[key] = self._reads.get(key, 0) + 1
+
+    def end_read(self, key: OffloadKey) -> None:
+        left = self._reads.pop(key) - 1
+        if left:
+            self._reads[key] = left
+
+    def reserve(self, key: OffloadKey, size: int) -> Reservation | None:
+        """Room for `key`, evicting the least recently used; None, and nothing happened, when it cannot be had."""
+        reservation = Reservation(key, size)
+        if self.capacity is not None:
+            lacking = self.used + size - self.capacity
+            victims = self._choose(lacking)
+            if victims is None:
+                return None
+            for victim in victims:
+                self.leaving[victim] = self.present.pop(victim)
+            reservation.victims = [(victim, self.leaving[victim]) for victim in victims]
+            self.used -= sum(size for _, size in reservation.victims)
+            self.evictions += len(victims)
+        self._hold(size + reservation.surplus)
+        self.num_reservations += 1
+        return reservation
+
+    def settle(self, reservation: Reservation, *, written: bool, kept: Sequence[OffloadKey] = ()) -> None:
+        """The write ended. `kept` are victims that could not be unlinked: they are present again."""
+        self._hold(-(reservation.size + reservation.surplus))
+        self.num_reservations -= 1
+        for victim, size in reservation.victims:
+            del self.leaving[victim]
+            if victim in kept:
+                self.add(victim, size)
+        self.evictions -= len(kept)
+        if written:
+            self.add(reservation.key, reservation.size)
+
+    @property
+    def num_reads(self) -> int:
+        """Keys that are being read."""
+        return len(self._reads)
+
+    def check(self) -> None:
+        """Assert the invariants beside the declarations. O(keys): for tests."""
+        assert self.present.keys().isdisjoint(self.leaving), "a key is present and on its way out"
+        assert self.used == sum(self.present.values()) + self._reserved, "used bytes are not those held and reserved"
+        assert self._reserved >= 0
+        assert self.num_reservations or not self._reserved, "bytes are reserved for nobody"
+        assert all(count > 0 for count in self._reads.values())
+
+    def _hold(self, size: int) -> None:
+        self.used += size
+        self._reserved += size
+
+    def _choose(self, lacking: int) -> list[OffloadKey] | None:
+        """The oldest keys of at least `lacking` bytes that nobody reads; None when there are not enough."""
+        victims: list[OffloadKey] = []
+        looked_at: dict[OffloadKey, None] = {}
+        while lacking > 0:
+            key = self._next_candidate(looked_at)
+            if key is None:
+                self._candidates.extendleft(reversed(looked_at))
+                return None
+            looked_at[key] = None
+            if key not in self._reads:
+                victims.append(key)
+                lacking -= self.present[key]
+        chosen = set(victims)
+        self._candidates.extendleft(key for key in reversed(looked_at) if key not in chosen)
+        return victims
+
+    def _next_candidate(self, looked_at: Collection[OffloadKey]) -> OffloadKey | None:
+        """The oldest key beside those.
+
+        A dict whose front was emptied is slow to start iterating, so victims are taken from it by the thousand.
+        """
+        for _ in range(2):
+            while self._candidates:
+                key = self._candidates.popleft()
+                if key in self.present and key not in self._touched and key not in looked_at:
+                    return key
+            self._touched.clear()
+            untouched = (key for key in self.present if key not in looked_at)
+            self._candidates.extend(islice(untouched, _CANDIDATES))
+        return None
+
+    def _note_use(self, key: OffloadKey) -> None:
+        if not self._candidates:
+            return
+        self._touched.add(key)
+        if len(self._touched) > 8 * _CANDIDATES:
+            self._candidates.clear()
+            self._touched.clear()

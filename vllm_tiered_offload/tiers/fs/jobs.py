@@ -1,0 +1,65 @@
+"""Jobs of the tier and their parts: exactly one result for each job, when its last chunk has ended."""
+
+from dataclasses import dataclass, field
+
+from vllm_tiered_offload.contract.jobs import JobMetadata, JobResult
+from vllm_tiered_offload.contract.keys import OffloadKey
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One submitted job. `open_parts` are positions in `keys` that have not ended; `epoch` counts resets."""
+
+    job_id: int
+    keys: tuple[OffloadKey, ...]
+    epoch: int
+    open_parts: set[int] = field(default_factory=set)
+    good_parts: set[int] = field(default_factory=set)
+
+
+class JobTable:
+    """One thread owns it."""
+
+    def __init__(self) -> None:
+        # Jobs with open parts. By identity: an id that comes twice makes two jobs, and two results.
+        self._open: dict[int, Job] = {}
+        # Results that nobody took yet.
+        self._results: list[JobResult] = []
+
+    @property
+    def num_open(self) -> int:
+        """Jobs without a result."""
+        return len(self._open)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a job has no result, or a result was not taken."""
+        return bool(self._open or self._results)
+
+    def begin(self, metadata: JobMetadata, epoch: int) -> Job:
+        """A job, all of whose parts are open; one without parts has ended."""
+        job = Job(metadata.job_id, metadata.keys, epoch, set(range(len(metadata.keys))))
+        self._open[id(job)] = job
+        self._finish_if_over(job, epoch)
+        return job
+
+    def end_part(self, job: Job, part: int, good: bool, epoch: int) -> None:
+        """Part `part` ended. After a reset nothing of an older job counts as good. A second end changes nothing."""
+        if part not in job.open_parts:
+            return
+        job.open_parts.discard(part)
+        if good:
+            job.good_parts.add(part)
+        self._finish_if_over(job, epoch)
+
+    def take_results(self) -> list[JobResult]:
+        results, self._results = self._results, []
+        return results
+
+    def _finish_if_over(self, job: Job, epoch: int) -> None:
+        if job.open_parts:
+            return
+        del self._open[id(job)]
+        good = job.good_parts if job.epoch == epoch else ()
+        keys = tuple(key for part, key in enumerate(job.keys) if part in good)
+        self._results.append(JobResult(job.job_id, len(keys) == len(job.keys), keys))

@@ -1,0 +1,127 @@
+"""What the tier's threads do. Each function does I/O and returns the message that tells the scheduler thread."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.contract.seams import Clock
+from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES, FrameError
+from vllm_tiered_offload.tiers.fs.block_io import BlockIo
+from vllm_tiered_offload.tiers.fs.faults import NamespaceError, classify
+from vllm_tiered_offload.tiers.fs.files import remove_file
+from vllm_tiered_offload.tiers.fs.messages import Answers, Found, Loaded, Opened, ScanEnded, Stored
+from vllm_tiered_offload.tiers.fs.namespace import Namespace
+
+logger = logging.getLogger(__name__)
+
+_REMOVE_ATTEMPTS = 5
+_REMOVE_PAUSE = 0.05
+
+
+class Medium:
+    """The files, seen from the tier's threads. Thread-safe; every method blocks and none raises."""
+
+    def __init__(self, io: BlockIo, *, keep_bad_files: bool, clock: Clock) -> None:
+        self._io = io
+        self._files = io.files
+        self._keep_bad_files = keep_bad_files
+        self._clock = clock
+        # Long work ends early once this is set.
+        self.stop = threading.Event()
+
+    def open(self, namespace: Namespace, epoch: int) -> Opened:
+        """Try out whether chunks can be stored."""
+        try:
+            namespace.try_out()
+        except NamespaceError as error:
+            return Opened(epoch, error.fault, str(error))
+        return Opened(epoch, None)
+
+    def store(self, namespace: Namespace, row: memoryview, message: Stored) -> Stored:
+        """Unlink the victims, then write: in this order the directory never holds more than was reserved."""
+        began = self._clock()
+        victims = [victim for victim, _ in message.reservation.victims]
+        try:
+            while victims:
+                remove_file(self._files, namespace.file_path(victims[0]))
+                del victims[0]
+            if self._io.write(namespace, message.reservation.key, row):
+                message.moved = HEADER_BYTES + row.nbytes
+        except (OSError, NamespaceError) as error:
+            message.fault = classify(error)
+            message.problem = str(error) if isinstance(error, NamespaceError) else f"{namespace.path}: {error.strerror}"
+        message.kept = victims
+        message.seconds = self._clock() - began
+        return message
+
+    def load(self, namespace: Namespace, key: OffloadKey, row: memoryview, message: Loaded) -> Loaded:
+        """Read into the row and verify; a bad file is taken out of sight."""
+        began = self._clock()
+        try:
+            self._io.read(namespace, key, row)
+            message.moved = HEADER_BYTES + row.nbytes
+        except (OSError, FrameError) as error:
+            message.fault = classify(error)
+            if message.fault.condemns_file:
+                message.discarded = self._discard(namespace, key, error)
+        message.seconds = self._clock() - began
+        return message
+
+    def look_up(self, namespace: Namespace, keys: Sequence[OffloadKey], epoch: int) -> Answers:
+        """One stat a key. A file that cannot be seen counts as absent."""
+        answers = Answers(epoch, dict.fromkeys(keys))
+        try:
+            namespace.check()
+        except (OSError, NamespaceError) as error:
+            answers.fault = classify(error)
+            answers.problem = str(error) if isinstance(error, NamespaceError) else None
+            return answers
+        for key in keys:
+            if self.stop.is_set():
+                break
+            try:
+                answers.sizes[key] = self._files.stat_size(namespace.file_path(key))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                answers.fault = classify(error)
+        return answers
+
+    def scan(self, namespace: Namespace, epoch: int) -> Iterator[Found | ScanEnded]:
+        """All chunks of the directory, and the end."""
+        end = ScanEnded(epoch, False, self._clock())
+        try:
+            namespace.check()
+            for files in namespace.scan(self.stop):
+                yield Found(epoch, files)
+            end.complete = not self.stop.is_set()
+        except NamespaceError as error:
+            end.problem = str(error)
+        except OSError as error:
+            logger.info("fs tier: %s could not be scanned: %s", namespace.path, error.strerror)
+        yield end
+
+    def remove(self, namespace: Namespace) -> bool:
+        """Remove a private generation; late writes may hold it up for a moment."""
+        for _ in range(_REMOVE_ATTEMPTS):
+            try:
+                namespace.remove()
+            except OSError as error:
+                trouble = error
+                time.sleep(_REMOVE_PAUSE)
+            else:
+                return True
+        logger.info("fs tier: %s stays behind until the next start: %s", namespace.path, trouble.strerror)
+        return False
+
+    def _discard(self, namespace: Namespace, key: OffloadKey, why: Exception) -> bool:
+        path = namespace.file_path(key)
+        logger.info("fs tier: %s is bad (%s)", path, why)
+        try:
+            namespace.discard(path, keep=self._keep_bad_files)
+        except OSError as error:
+            logger.info("fs tier: %s is bad and stays: %s", path, error.strerror)
+            return False
+        return True

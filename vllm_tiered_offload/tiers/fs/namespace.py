@@ -1,0 +1,310 @@
+"""The directory of one fingerprint.
+
+    <root>/v1/<fingerprint digest>/manifest.json
+                                   <first 2 digits>/<key in hexadecimal>
+                                   quarantine/
+
+Two digits make 256 directories: a million chunks are 4,000 names in each, a scan is short, and soon no store has to
+make a directory any more (with 4096 of them, the first gigabytes were written a sixth slower).
+Directories are 0700 and files 0600 whatever the umask: they hold users' prompts. A new file format gets a new "v2".
+
+Everything here blocks, and any thread but the scheduler's may call it.
+"""
+
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cached_property
+
+from vllm_tiered_offload.contract.fingerprint import Fingerprint
+from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.tiers.fs.faults import Fault, NamespaceError, classify
+from vllm_tiered_offload.tiers.fs.files import Files, remove_file, remove_tree
+from vllm_tiered_offload.tiers.fs.owner import Owner
+
+logger = logging.getLogger(__name__)
+
+VERSION_DIRECTORY = "v1"
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = "vllm-tiered-offload fs 1"
+QUARANTINE = "quarantine"
+DIRECTORY_MODE = 0o700
+FILE_MODE = 0o600
+FAN_OUT_DIGITS = 2
+
+_MANIFEST_LIMIT = 1 << 20
+_FAN_OUT = re.compile(r"[0-9a-f]{2}")
+_KEY = re.compile(r"(?:[0-9a-f]{2}){2,}")
+
+
+class Namespace:
+    """Paths of the chunks of one fingerprint. `private` directories go with their engine."""
+
+    def __init__(self, files: Files, root: str, fingerprint: Fingerprint, engine_id: str, *, private: bool) -> None:
+        self.files = files
+        self.fingerprint = fingerprint
+        self.digest = bytes.fromhex(fingerprint.digest)
+        self._engine_id = engine_id
+        self.private = private
+        self._root = root
+        self.path = f"{root}/{VERSION_DIRECTORY}/{fingerprint.digest}"
+        # Held over I/O: never taken on the scheduler thread.
+        self._lock = threading.Lock()
+        self._checked = False  # the manifest was there and ours
+        self._prepared = False
+        self._retired = False  # about to be removed: no late write may make it again
+
+    @cached_property
+    def owner(self) -> Owner:
+        """This process. Found out on the first thread that needs it, for it reads files."""
+        return Owner.of(self._engine_id)
+
+    def file_path(self, key: OffloadKey) -> str:
+        """Where the chunk is, if it is."""
+        name = key.hex()
+        return f"{self.path}/{name[:FAN_OUT_DIGITS]}/{name}"
+
+    def temporary_path(self, path: str) -> str:
+        """A new name in the directory of `path`."""
+        return f"{os.path.dirname(path)}/{self.owner.temporary_name()}"
+
+    def check(self) -> None:
+        """Raise NamespaceError when a manifest is there and says that the directory is not ours; OSError on trouble."""
+        with self._lock:
+            self._check()
+
+    def prepare_for_writing(self) -> None:
+        """Make the directory and its manifest, once. Raises NamespaceError, in words for the user."""
+        if self._prepared:
+            return
+        with self._lock:
+            if self._prepared:
+                return
+            if self._retired:
+                raise NamespaceError(Fault.CANCELLED, f"{self.path} is being removed")
+            try:
+                self._make_directories()
+                if not self._check():
+                    self._write_manifest()
+            except OSError as error:
+                raise self._unwritable(error) from error
+            self._prepared = self._checked = True
+
+    def make_directory_of(self, path: str) -> None:
+        """The directory that `path` will be in; somebody may have dropped the namespace above it."""
+        directory = os.path.dirname(path)
+        try:
+            self._make_directory(directory)
+        except FileNotFoundError:
+            with self._lock:
+                self._prepared = self._checked = False
+            self.prepare_for_writing()
+            self._make_directory(directory)
+
+    def discard(self, path: str, *, keep: bool) -> None:
+        """Take a bad file out of sight: into the quarantine (`keep`), or away. Raises OSError when it stays."""
+        if not keep:
+            remove_file(self.files, path)
+            return
+        directory = f"{self.path}/{QUARANTINE}"
+        self._make_directory(directory)
+        with suppress(FileNotFoundError):
+            self.files.rename(path, f"{directory}/{os.path.basename(path)}")
+
+    def try_out(self) -> None:
+        """Raise NamespaceError unless a file can be made in the directory (a read-only one may be there already)."""
+        self.prepare_for_writing()
+        path = f"{self.path}/{self.owner.temporary_name()}"
+        try:
+            self.files.close(self.files.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE))
+            remove_file(self.files, path)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def remove(self) -> None:
+        """Remove the whole directory, for good. Raises OSError when something stays."""
+        with self._lock:
+            self._retired = True
+            self._prepared = self._checked = False
+        remove_tree(self.files, self.path)
+
+    def scan(self, stop: threading.Event) -> Iterator[list[tuple[OffloadKey, int]]]:
+        """(key, bytes) of every chunk, a list for each directory; removes stale temporaries on the way.
+
+        Raises OSError when the directory cannot be read; one that does not exist is empty.
+        """
+        for directory in self._directories():
+            if stop.is_set():
+                return
+            yield self._scan_directory(directory)
+
+    def _directories(self) -> list[str]:
+        try:
+            entries = list(self.files.scandir(self.path))
+        except FileNotFoundError:
+            return []
+        for entry in entries:
+            self._collect(self.path, entry.name, entry.mtime)
+        return [
+            f"{self.path}/{entry.name}" for entry in entries if entry.size is None and _FAN_OUT.fullmatch(entry.name)
+        ]
+
+    def _scan_directory(self, directory: str) -> list[tuple[OffloadKey, int]]:
+        found = []
+        with suppress(FileNotFoundError):
+            for entry in self.files.scandir(directory):
+                if entry.size is None:
+                    continue
+                if _KEY.fullmatch(entry.name) and entry.name[:FAN_OUT_DIGITS] == directory[-FAN_OUT_DIGITS:]:
+                    found.append((OffloadKey(bytes.fromhex(entry.name)), entry.size))
+                else:
+                    self._collect(directory, entry.name, entry.mtime)
+        return found
+
+    def _collect(self, directory: str, name: str, mtime: float | None) -> None:
+        """Remove a temporary that nobody will finish."""
+        maker = Owner.of_temporary(name)
+        if maker is None or mtime is None or not self.owner.finds_stale(maker, time.time() - mtime):
+            return
+        with suppress(OSError):
+            remove_file(self.files, f"{directory}/{name}")
+
+    def _unwritable(self, error: OSError) -> NamespaceError:
+        fault = classify(error)
+        fault = fault if fault.pauses_stores else Fault.NOT_ALLOWED
+        return NamespaceError(fault, f"{self._root} cannot be written: {error.strerror or error}")
+
+    def _check(self) -> bool:
+        """Whether there is a manifest; it is ours then."""
+        if self._checked:
+            return True
+        try:
+            text = _read_file(self.files, f"{self.path}/{MANIFEST}")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        found = manifest_fingerprint(text)
+        if found is None or found.digest != self.fingerprint.digest:
+            what = "is no manifest" if found is None else "is another model's"
+            raise NamespaceError(
+                Fault.REFUSED, f"{self.path}/{MANIFEST} {what}: this directory is not used; remove it to start anew"
+            )
+        self._checked = True
+        return True
+
+    def _make_directories(self) -> None:
+        missing = []
+        parent = os.path.dirname(self._root)
+        while not os.path.isdir(parent):
+            missing.append(parent)
+            parent = os.path.dirname(parent)
+        for path in reversed(missing):
+            with suppress(FileExistsError):
+                self.files.mkdir(path, 0o777)
+        for path in (self._root, os.path.dirname(self.path), self.path):
+            self._make_directory(path)
+
+    def _make_directory(self, path: str) -> None:
+        try:
+            self.files.mkdir(path, DIRECTORY_MODE)
+        except FileExistsError:
+            return
+        self.files.chmod(path, DIRECTORY_MODE)
+
+    def _write_manifest(self) -> None:
+        text = json.dumps(self._manifest(), indent=1) + "\n"
+        path = f"{self.path}/{MANIFEST}"
+        temporary = self.temporary_path(path)
+        try:
+            fd = self.files.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
+            try:
+                self.files.chmod(fd, FILE_MODE)
+                data = memoryview(text.encode())
+                while data:
+                    data = data[self.files.pwritev(fd, [data], len(text.encode()) - len(data)) :]
+                # Even with fsync "none": an empty manifest after a power failure would lock the directory.
+                self.files.fdatasync(fd)
+            finally:
+                self.files.close(fd)
+            self.files.rename(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                remove_file(self.files, temporary)
+            raise
+
+    def _manifest(self) -> dict[str, object]:
+        return {
+            "format": MANIFEST_FORMAT,
+            "about": "KV cache of a language model. Chunks are valid only for exactly these fields.",
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "fields": {name: json.loads(value) for name, value in self.fingerprint.fields},
+            "private_to": asdict(self.owner) if self.private else None,
+            "fingerprint": self.fingerprint.to_json(),
+        }
+
+
+def manifest_fingerprint(text: bytes) -> Fingerprint | None:
+    """The fingerprint that a manifest names; None for whatever is no manifest."""
+    manifest = _parse_manifest(text)
+    try:
+        return Fingerprint.from_json(str(manifest["fingerprint"]))
+    except (KeyError, ValueError):
+        return None
+
+
+def manifest_owner(text: bytes) -> Owner | None:
+    """Whose private generation it is; None for a shared directory and for whatever is no manifest."""
+    owner = _parse_manifest(text).get("private_to")
+    if not isinstance(owner, dict):
+        return None
+    engine, host, pid = owner.get("engine"), owner.get("host"), owner.get("pid")
+    if isinstance(engine, str) and isinstance(host, str) and isinstance(pid, int) and pid > 0:
+        return Owner(engine, host, pid)
+    return None
+
+
+def _parse_manifest(text: bytes) -> dict[str, object]:
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return manifest if isinstance(manifest, dict) and manifest.get("format") == MANIFEST_FORMAT else {}
+
+
+def _read_file(files: Files, path: str) -> bytes:
+    """The first megabyte."""
+    fd = files.open(path, os.O_RDONLY)
+    try:
+        buffer = bytearray(min(files.size(fd), _MANIFEST_LIMIT))
+        done = 0
+        while done < len(buffer) and (read := files.preadv(fd, [memoryview(buffer)[done:]], done)):
+            done += read
+        return bytes(buffer[:done])
+    finally:
+        files.close(fd)
+
+
+def collect_private_generations(files: Files, root: str, owner: Owner) -> int:
+    """Remove the private directories of engines that ended without doing so; how many there were."""
+    count = 0
+    parent = f"{root}/{VERSION_DIRECTORY}"
+    try:
+        names = [entry.name for entry in files.scandir(parent) if entry.size is None]
+    except OSError:
+        return 0
+    for name in names:
+        path = f"{parent}/{name}"
+        try:
+            other = manifest_owner(_read_file(files, f"{path}/{MANIFEST}"))
+            mtime = next((e.mtime for e in files.scandir(path) if e.name == MANIFEST), None)
+            if other is not None and mtime is not None and owner.finds_stale(other, time.time() - mtime):
+                remove_tree(files, path)
+                count += 1
+        except OSError as error:
+            logger.info("fs tier: %s was not looked through: %s", path, error)
+    return count

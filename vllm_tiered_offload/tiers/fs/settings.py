@@ -1,0 +1,49 @@
+"""The filesystem tier's own settings block."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from vllm_tiered_offload.settings import Block, ByteSize
+
+
+class FsTierSettings(Block):
+    """One `{"type": "fs", ...}` block. Sizes are bytes, times are seconds."""
+
+    root: str = Field(description="Directory for the chunks; made if it is not there. Engines may share it.")
+    capacity: Annotated[ByteSize, Field(gt=0)] | None = Field(
+        default=None,
+        description="Bytes that this model's chunks may take there, frames included; without it, as many as there are.",
+    )
+    read_threads: int = Field(default=4, ge=1, le=256, description="Threads that load; stores never hold them up.")
+    write_threads: int = Field(default=4, ge=1, le=256, description="Threads that store.")
+    fsync: Literal["none", "data"] = Field(
+        default="none",
+        description="Whether a chunk is flushed to the device before it becomes visible. Without it a power failure may"
+        " cost chunks (the checksum finds them), never correctness.",
+    )
+    io: Literal["auto", "direct", "buffered"] = Field(
+        default="auto",
+        description='"direct" goes past the page cache (O_DIRECT) where the filesystem allows it and is buffered'
+        ' otherwise; "buffered" uses the page cache, which is fast while it lasts but takes RAM beside the host region;'
+        ' "auto" is "direct" today.',
+    )
+    keep_on_reset: bool = Field(
+        default=False,
+        description="Keep using the chunks after a cache reset. Only right if the weights are the same afterwards.",
+    )
+    on_corrupt: Literal["remove", "quarantine"] = Field(
+        default="remove", description="What happens to a file that is not what it should be."
+    )
+    share_refresh: float = Field(
+        default=5.0, ge=0, description="Seconds after which a chunk that was not there is looked for again."
+    )
+
+    @field_validator("root")
+    @classmethod
+    def _usable_path(cls, root: str) -> str:
+        if not root.strip() or "\0" in root:
+            raise PydanticCustomError("path", "the path of a directory")
+        return str(Path(root).expanduser().absolute())

@@ -1,0 +1,591 @@
+"""The filesystem tier.
+
+Theory of operation
+- The scheduler thread owns index, job table and counters, and touches no file. What it wants done it hands to lanes;
+  what was done comes back through the inbox, which it empties at the beginning of each of its calls. So: no locks.
+- A job is as many tasks as it has rows, spread over its lane's threads. A row belongs to its task until the task's
+  message; a job's result is made of its last message, so after it no thread touches its rows.
+- Several engines may share the directory, so not being in the index means "not known": the question goes to the lookup
+  lane, one batch a scheduling pass, and the answer is there by the next. A scan in the background fills the index
+  after a start; right after it, and always in a private generation, an unknown key is a miss at once.
+- `reset` leaves the shared directory as it is and goes on in a private one, which nobody else reads and which is
+  removed at shutdown (by the next start, if the process is killed).
+- Whatever the filesystem does ends as a failed or missed chunk and a counter.
+"""
+
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from math import inf
+from typing import Any, Self
+
+from vllm_tiered_offload.contract.fingerprint import Fingerprint
+from vllm_tiered_offload.contract.geometry import RegionGeometry
+from vllm_tiered_offload.contract.jobs import (
+    JobMetadata,
+    JobResult,
+    LookupResult,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.contract.managers import ResidencyEvent, SecondaryTierManager
+from vllm_tiered_offload.contract.seams import Clock, JobExecutor, monotonic
+from vllm_tiered_offload.settings import validate_block
+from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
+from vllm_tiered_offload.tiers.fs.block_io import BlockIo, IoMode
+from vllm_tiered_offload.tiers.fs.counters import LOAD, LOOKUP, STORE, FsCounters
+from vllm_tiered_offload.tiers.fs.faults import Fault
+from vllm_tiered_offload.tiers.fs.files import Files
+from vllm_tiered_offload.tiers.fs.index import ExpiringKeys, KeyIndex, Reservation
+from vllm_tiered_offload.tiers.fs.jobs import Job, JobTable
+from vllm_tiered_offload.tiers.fs.lanes import Lanes
+from vllm_tiered_offload.tiers.fs.medium import Medium
+from vllm_tiered_offload.tiers.fs.messages import (
+    Answers,
+    Found,
+    GenerationRemoved,
+    Inbox,
+    Loaded,
+    Message,
+    Opened,
+    ScanEnded,
+    Stored,
+)
+from vllm_tiered_offload.tiers.fs.namespace import Namespace, collect_private_generations
+from vllm_tiered_offload.tiers.fs.settings import FsTierSettings
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_LEVEL = RequestOffloadingContext()
+
+SHUN_SECONDS = 10.0  # how long a chunk that could not be read, and is still there, is not tried again
+PAUSE_SECONDS = 10.0  # how long stores pause after the medium refused one
+RESCAN_SECONDS = 60.0  # after a scan that failed
+SHUTDOWN_SECONDS = 5.0  # for what is in flight, and again for removing a private generation
+MAX_QUESTIONS = 100_000  # unanswered ones; beyond them a key is a miss
+SCANNED_FILES_A_PASS = 4096
+
+
+class FsTier(SecondaryTierManager):
+    """Secondary tier over a directory. Never raises because of the filesystem.
+
+    Residency events are kept only with `events`, and then somebody has to take them. `lanes`, `files` and `clock` are
+    seams for tests; `lanes` belong to the tier, which shuts them down.
+    """
+
+    medium = "fs"
+
+    def __init__(
+        self,
+        settings: FsTierSettings,
+        *,
+        engine_id: str,
+        events: bool = False,
+        lanes: Lanes | None = None,
+        files: Files | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.settings = settings
+        self._clock = clock
+        self._files = files or Files()
+        self._engine_id = engine_id
+        self._mode = IoMode(settings.io != "buffered")
+        io = BlockIo(self._files, self._mode, sync_data=settings.fsync == "data")
+        self._medium = Medium(io, keep_bad_files=settings.on_corrupt == "quarantine", clock=clock)
+        self._lanes = lanes or Lanes.start(settings)
+        self._inbox = Inbox()
+        self._closed = False
+        self._rows: Sequence[memoryview] = ()
+        self._jobs = JobTable()
+        self._counters = FsCounters()
+        self._events: list[ResidencyEvent] | None = [] if events else None
+        # What the user has been told, by topic.
+        self._said: set[object] = set()
+        self._paused_until = -inf
+        # Counts resets; messages of an older epoch end their jobs and do nothing else.
+        self._epoch = 0
+        # Bytes of the directories that a reset left behind and that are still there.
+        self._left_behind = 0
+        self._evictions_before_reset = 0
+        # Keys that were looked for and not found, and keys whose file is there but could not be read.
+        self._absent = ExpiringKeys(settings.share_refresh, clock)
+        self._shunned = ExpiringKeys(SHUN_SECONDS, clock)
+        # To be asked at the end of this pass (in order), and asked without an answer yet. Disjoint.
+        self._questions: dict[OffloadKey, None] = {}
+        self._asked: set[OffloadKey] = set()
+        # Keys being written in this epoch -> who waits for them, not empty. Each has a reservation.
+        self._writing: dict[OffloadKey, list[tuple[Job, int]]] = {}
+        # The directory in use; there is none before bind_region, which says whose bytes these are.
+        self._namespace: Namespace | None = None
+        self._index = KeyIndex(None)
+        self._scanned = False
+        self._complete_until = -inf
+        self._rescan_at = inf
+
+    @classmethod
+    def from_settings(
+        cls,
+        raw: Mapping[str, Any],
+        path: str = "tiers[0]",
+        *,
+        engine_id: str,
+        events: bool = False,
+        lanes: Lanes | None = None,
+        files: Files | None = None,
+        clock: Clock = monotonic,
+    ) -> Self:
+        """From the tier's own settings block (without `type`). Starts threads; touches no file on this one.
+
+        Raises SettingsError, one line for each mistake, each beginning with `path`.
+        """
+        settings = validate_block(FsTierSettings, raw, path)
+        return cls(
+            settings,
+            engine_id=engine_id,
+            events=events,
+            lanes=lanes,
+            files=files,
+            clock=clock,
+        )
+
+    @property
+    def namespace_path(self) -> str:
+        """The directory that this tier uses now."""
+        return self._in_use.path
+
+    @property
+    def _in_use(self) -> Namespace:
+        """The directory in use. Raises RuntimeError before bind_region: the contract has that come first."""
+        if self._namespace is None:
+            raise RuntimeError("fs tier: bind_region comes before any lookup or job")
+        return self._namespace
+
+    def bind_region(self, rows: Sequence[memoryview], geometry: RegionGeometry, fingerprint: Fingerprint) -> None:
+        """Opens the directory of these bytes; the threads do that, this one touches no file."""
+        self._rows = rows
+        self._enter(Namespace(self._files, self.settings.root, fingerprint, self._engine_id, private=False))
+        self._start_background()
+        frame, capacity = HEADER_BYTES + geometry.row_bytes, self.settings.capacity
+        if capacity is not None and capacity < frame:
+            self._say(f"capacity of {capacity} bytes is less than one chunk, {frame} bytes: nothing is stored")
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
+        return _BLOCK_LEVEL
+
+    # Lookup
+
+    def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:  # noqa: ARG002
+        self._absorb()
+        present, shunned, counts = self._index.present, self._shunned, self._counters.lookups
+        if not shunned and all(map(present.__contains__, keys)):
+            counts[LookupResult.HIT] += len(keys)
+            return [LookupResult.HIT] * len(keys)
+        self._absent.purge()
+        shunned.purge()
+        misses_at_once = self._closed or self._clock() < self._complete_until
+        results = [self._look_up(key, misses_at_once) for key in keys]
+        counts.update(results)
+        return results
+
+    def _look_up(self, key: OffloadKey, misses_at_once: bool) -> LookupResult:
+        if key in self._shunned or key in self._index.leaving:
+            return LookupResult.MISS
+        if key in self._index.present:
+            return LookupResult.HIT
+        if key in self._writing:
+            return LookupResult.HIT_PENDING
+        if misses_at_once or key in self._absent:
+            return LookupResult.MISS
+        if key not in self._asked and key not in self._questions:
+            if len(self._asked) + len(self._questions) >= MAX_QUESTIONS:
+                return LookupResult.MISS
+            self._questions[key] = None
+        return LookupResult.RETRY
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: ARG002
+        self._index.touch(keys)
+
+    def on_schedule_end(self) -> None:
+        self._absorb()
+        for message in self._inbox.take_bulk(SCANNED_FILES_A_PASS):
+            self._receive(message)
+        if self._clock() >= self._rescan_at:
+            self._start_scan()
+        self._absent.purge()
+        if self._questions:
+            keys, self._questions = list(self._questions), {}
+            self._asked.update(keys)
+            self._run(
+                self._lanes.lookup,
+                partial(self._medium.look_up, self._in_use, keys, self._epoch),
+                lambda fault: Answers(self._epoch, dict.fromkeys(keys), fault),
+            )
+
+    # Jobs
+
+    def submit_store(self, job: JobMetadata) -> None:
+        self._absorb()
+        record = self._jobs.begin(job, self._epoch)
+        for part, key in enumerate(job.keys):
+            self._store_part(record, part, key, self._row(job, part))
+
+    def submit_load(self, job: JobMetadata) -> None:
+        self._absorb()
+        record = self._jobs.begin(job, self._epoch)
+        for part, key in enumerate(job.keys):
+            self._load_part(record, part, key, self._row(job, part))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._absorb()
+        return self._jobs.take_results()
+
+    def has_pending_work(self) -> bool:
+        """Whether a job has no result, or its result was not taken."""
+        return self._jobs.pending
+
+    def drain(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        while True:
+            self._absorb()
+            left = deadline - time.monotonic()
+            if not self._jobs.num_open or left <= 0:
+                return not self._jobs.num_open
+            self._inbox.wait(left)
+
+    def _row(self, job: JobMetadata, part: int) -> memoryview | None:
+        """The row of a job's part; None when there is no such row."""
+        row = job.block_ids[part] if part < len(job.block_ids) else -1
+        return self._rows[row] if 0 <= row < len(self._rows) else None
+
+    def _store_part(self, job: Job, part: int, key: OffloadKey, row: memoryview | None) -> None:
+        if key in self._index.present:
+            self._counters.already_stored += 1
+            self._jobs.end_part(job, part, True, self._epoch)
+            return
+        if key in self._writing:
+            self._writing[key].append((job, part))
+            return
+        if row is None:
+            self._end_unstarted(STORE, job, part, Fault.INTERNAL)
+            return
+        reservation = self._reserve(key, HEADER_BYTES + row.nbytes)
+        if isinstance(reservation, Fault):
+            self._end_unstarted(STORE, job, part, reservation)
+            return
+        waiters = self._writing[key] = [(job, part)]
+        message = Stored(self._epoch, reservation, waiters)
+        self._run(
+            self._lanes.write,
+            partial(self._medium.store, self._in_use, row, message),
+            partial(_not_stored, message),
+        )
+
+    def _reserve(self, key: OffloadKey, size: int) -> Reservation | Fault:
+        """Room for one file, or why it is not written."""
+        if self._closed:
+            return Fault.CANCELLED
+        if self._clock() < self._paused_until:
+            return Fault.PAUSED
+        if self._index.capacity is not None and not self._scanned:
+            return Fault.NOT_READY
+        if key in self._index.leaving:
+            return Fault.NO_ROOM
+        reservation = self._index.reserve(key, size)
+        if reservation is None:
+            return Fault.NO_ROOM
+        self._record([victim for victim, _ in reservation.victims], stored=False)
+        return reservation
+
+    def _load_part(self, job: Job, part: int, key: OffloadKey, row: memoryview | None) -> None:
+        if row is None or self._closed:
+            self._end_unstarted(LOAD, job, part, Fault.CANCELLED if self._closed else Fault.INTERNAL)
+            return
+        self._index.begin_read(key)
+        message = Loaded(self._epoch, job, part)
+        self._run(
+            self._lanes.read,
+            partial(self._medium.load, self._in_use, key, row, message),
+            partial(_not_loaded, message),
+        )
+
+    def _end_unstarted(self, direction: str, job: Job, part: int, fault: Fault) -> None:
+        self._counters.ended(direction, fault, 0, 0.0)
+        self._jobs.end_part(job, part, False, self._epoch)
+
+    def _run(self, lane: JobExecutor, work: Callable[[], Message], failed: Callable[[Fault], Message]) -> None:
+        """Have `work` done on a lane. Whatever happens, exactly one message comes of it."""
+
+        def task() -> None:
+            try:
+                message = failed(Fault.CANCELLED) if self._medium.stop.is_set() else work()
+            except Exception:
+                logger.exception("fs tier: a task failed in a way that nobody thought of")
+                message = failed(Fault.INTERNAL)
+            self._inbox.put(message)
+
+        try:
+            lane.submit(task)
+        except RuntimeError:  # the lane is closed
+            self._inbox.put(failed(Fault.CANCELLED))
+
+    # What the threads tell
+
+    def _absorb(self) -> None:
+        for message in self._inbox.take_urgent():
+            self._receive(message)
+
+    def _receive(self, message: Message) -> None:
+        match message:
+            case Stored():
+                self._on_stored(message)
+            case Loaded():
+                self._on_loaded(message)
+            case GenerationRemoved():
+                self._left_behind -= message.size
+                self._set_capacity()
+            case _ if message.epoch != self._epoch:
+                pass
+            case Answers():
+                self._on_answers(message)
+            case Opened():
+                self._on_store_trouble(message.fault, message.problem)
+            case Found():
+                for key, size in message.files:
+                    self._index.add(key, size)
+            case ScanEnded():
+                self._on_scan_ended(message)
+
+    def _on_stored(self, message: Stored) -> None:
+        key, good = message.reservation.key, message.fault is None
+        self._counters.ended(STORE, message.fault, message.moved, message.seconds)
+        if good and not message.moved:
+            self._counters.already_stored += 1
+        if message.epoch == self._epoch:
+            del self._writing[key]
+            self._index.settle(message.reservation, written=good, kept=message.kept)
+            if good:
+                self._absent.discard(key)
+                self._shunned.discard(key)
+                self._record([key], stored=True)
+            self._record(message.kept, stored=True)
+            self._on_store_trouble(message.fault, message.problem)
+        for job, part in message.waiters:
+            self._jobs.end_part(job, part, good, self._epoch)
+
+    def _on_store_trouble(self, fault: Fault | None, problem: str | None) -> None:
+        """The next store would fail like this one: pause, so that nobody waits for it."""
+        if fault is None or not fault.pauses_stores:
+            return
+        self._paused_until = self._clock() + PAUSE_SECONDS
+        if fault is Fault.REFUSED:
+            self._say(str(problem))
+        else:
+            self._say(f"{problem}; nothing is stored until that is better, what is there can be loaded", fault)
+
+    def _on_loaded(self, message: Loaded) -> None:
+        self._counters.ended(LOAD, message.fault, message.moved, message.seconds)
+        self._counters.discarded_files += message.discarded
+        if message.epoch == self._epoch:
+            key = message.job.keys[message.part]
+            self._index.end_read(key)
+            if message.fault is None:
+                self._index.add(key, message.moved)
+            elif message.discarded or message.fault is Fault.GONE:
+                if self._index.remove(key):
+                    self._record([key], stored=False)
+                self._absent.add([key])
+            else:
+                self._shunned.add([key])
+        self._jobs.end_part(message.job, message.part, message.fault is None, self._epoch)
+
+    def _on_answers(self, message: Answers) -> None:
+        if message.fault is not None:
+            self._counters.ended(LOOKUP, message.fault, 0, 0.0)
+        if message.problem is not None:
+            self._say(message.problem)
+        absent = []
+        for key, size in message.sizes.items():
+            self._asked.discard(key)
+            if size is None:
+                absent.append(key)
+            else:
+                self._index.add(key, size)
+        self._absent.add(absent)
+
+    def _on_scan_ended(self, message: ScanEnded) -> None:
+        if message.problem is not None:
+            self._say(message.problem)
+        if message.complete:
+            self._scanned = True
+            self._complete_until = message.started + self.settings.share_refresh
+        else:
+            self._rescan_at = self._clock() + RESCAN_SECONDS
+
+    # Background work
+
+    def _start_background(self) -> None:
+        """Try the directory out, collect what dead engines left, and scan."""
+        namespace, epoch = self._in_use, self._epoch
+        self._run(self._lanes.background, partial(self._medium.open, namespace, epoch), partial(Opened, epoch))
+        self._start_scan()
+
+    def _start_scan(self) -> None:
+        self._rescan_at = inf
+        namespace, epoch, medium = self._in_use, self._epoch, self._medium
+
+        def scan() -> ScanEnded:
+            collect_private_generations(self._files, self.settings.root, namespace.owner)
+            for message in medium.scan(namespace, epoch):
+                if isinstance(message, ScanEnded):
+                    return message
+                self._inbox.put(message)
+            return ScanEnded(epoch, False, 0.0)
+
+        self._run(self._lanes.background, scan, lambda _: ScanEnded(epoch, False, 0.0))
+
+    # Reset and end
+
+    def reset(self) -> None:
+        """Forget every key and go on in a private generation; with `keep_on_reset` only forget what is not there.
+
+        Jobs that are still in flight end as failed.
+        """
+        self._absorb()
+        if self.settings.keep_on_reset or self._closed:
+            for keys in (self._absent, self._shunned):
+                keys.clear()
+            return
+        self._epoch += 1
+        old, size = self._in_use, self._index.used
+        self._record(list(self._index.present) if self._events is not None else [], stored=False)
+        self._evictions_before_reset += self._index.evictions
+        self._left_behind += size
+        if old.private:
+            self._remove_generation(old, size)
+        for collection in (self._absent, self._shunned, self._questions, self._asked):
+            collection.clear()
+        self._writing = {}
+        fingerprint = private_fingerprint(old.fingerprint)
+        self._enter(Namespace(self._files, self.settings.root, fingerprint, self._engine_id, private=True))
+
+    def _enter(self, namespace: Namespace) -> None:
+        """Begin with an empty index; that of a private directory knows all there is."""
+        self._namespace = namespace
+        self._index = KeyIndex(None)
+        self._set_capacity()
+        self._scanned = namespace.private
+        # Until then (clock), a key that the index does not know is nowhere.
+        self._complete_until = inf if namespace.private else -inf
+        self._rescan_at = inf
+
+    def _set_capacity(self) -> None:
+        capacity = self.settings.capacity
+        self._index.capacity = None if capacity is None else max(0, capacity - self._left_behind)
+
+    def _remove_generation(self, namespace: Namespace, size: int) -> threading.Event:
+        """Remove it in the background; the event tells when that has ended."""
+        ended = threading.Event()
+
+        def remove() -> None:
+            try:
+                if self._medium.remove(namespace):
+                    self._inbox.put(GenerationRemoved(size))
+            finally:
+                ended.set()
+
+        try:
+            self._lanes.background.submit(remove)
+        except RuntimeError:
+            ended.set()
+        return ended
+
+    def shutdown(self) -> None:
+        """End within about twice SHUTDOWN_SECONDS. What has not begun is cancelled, what hangs is left behind."""
+        if self._closed:
+            return
+        self._closed = True
+        self._medium.stop.set()
+        drained = self.drain(SHUTDOWN_SECONDS)
+        if self._namespace is not None and self._namespace.private:
+            self._remove_generation(self._namespace, self._index.used).wait(SHUTDOWN_SECONDS)
+        self._lanes.shutdown()
+        self._questions.clear()
+        if drained:
+            self._rows = ()
+
+    # Telling
+
+    def take_events(self) -> list[ResidencyEvent]:
+        events = self._events
+        if not events:
+            return []
+        self._events = []
+        return events
+
+    def get_stats(self) -> Mapping[str, int | float]:
+        """Counters since the start; gauges of what the directory in use holds, as far as it is known (bytes)."""
+        self._absorb()
+        return {
+            **self._counters.snapshot(),
+            **{f"fs_buffered_io_total|reason={reason}": count for reason, count in self._mode.fallbacks().items()},
+            "evictions_total|tier=fs": self._evictions_before_reset + self._index.evictions,
+            "tier_bytes_used|tier=fs": self._index.used + self._left_behind,
+            "tier_chunks|tier=fs": len(self._index.present),
+            "fs_stores_paused": int(self._clock() < self._paused_until),
+        }
+
+    def _record(self, keys: Sequence[OffloadKey], *, stored: bool) -> None:
+        if self._events is not None and keys:
+            self._events.append(ResidencyEvent(tuple(keys), self.medium, stored))
+
+    def _say(self, text: str, topic: object = None) -> None:
+        """One warning, once for its topic (the text itself, where none is given)."""
+        topic = topic or text
+        if topic not in self._said:
+            self._said.add(topic)
+            logger.warning("fs tier: %s", text)
+
+    def leftovers(self) -> dict[str, int]:
+        """What is still going on, by name; all zero when every job's result was taken and every question answered."""
+        self._absorb()
+        return {
+            "jobs": self._jobs.num_open,
+            "pending": int(self._jobs.pending),
+            "writing": len(self._writing),
+            "leaving": len(self._index.leaving),
+            "reading": self._index.num_reads,
+            "asked": len(self._asked),
+            "questions": len(self._questions),
+        }
+
+    def check(self) -> None:
+        """Assert the invariants beside the declarations. O(keys): for tests."""
+        self._absorb()
+        self._index.check()
+        assert self._asked.isdisjoint(self._questions)
+        assert all(self._writing.values())
+        assert self._index.num_reservations == len(self._writing)
+
+
+def private_fingerprint(fingerprint: Fingerprint) -> Fingerprint:
+    """The same bytes-deciding facts, and a generation that nobody else has (L6)."""
+    fields = dict(fingerprint.fields)
+    fields["generation"] = json.dumps(uuid.uuid4().hex)
+    return Fingerprint(tuple(sorted(fields.items())))
+
+
+def _not_stored(message: Stored, fault: Fault) -> Stored:
+    """A write that did not begin, or ended in a way that says nothing about its victims: they are looked for again."""
+    message.fault = fault
+    message.kept = [victim for victim, _ in message.reservation.victims]
+    return message
+
+
+def _not_loaded(message: Loaded, fault: Fault) -> Loaded:
+    message.fault = fault
+    return message
