@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,17 @@ def fingerprint_of(vllm_config: Any, kv_cache_config: KVCacheConfig, blocks_per_
             "pipeline_parallel": parallel.pipeline_parallel_size,
             "context_parallel": parallel.decode_context_parallel_size,
             "hash_algorithm": str(cache.prefix_caching_hash_algo),
-            "hash_seed": os.environ.get("PYTHONHASHSEED"),
+            # A random seed makes this process's hashes its own: nobody else may take them for theirs.
+            "hash_seed": f"random {uuid.uuid4()}" if has_random_hash_seed(cache) else os.environ.get("PYTHONHASHSEED"),
             "hash_scheme": f"vllm {vllm_version}",
             "generation": None,
         }
     )
+
+
+def has_random_hash_seed(cache_config: Any) -> bool:
+    """Whether block hashes differ from process to process (case 45): vLLM seeds the xxhash variants at random."""
+    return str(cache_config.prefix_caching_hash_algo).startswith("xxhash") and "PYTHONHASHSEED" not in os.environ
 
 
 def _digest(text: str) -> str:

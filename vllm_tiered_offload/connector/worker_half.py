@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_tiered_offload.connector.identity import fingerprint_of
+from vllm_tiered_offload.connector.identity import fingerprint_of, has_random_hash_seed
 from vllm_tiered_offload.connector.metadata import TieredOffloadMetadata, TieredOffloadWorkerMetadata
 from vllm_tiered_offload.connector.overrides import current_overrides
 from vllm_tiered_offload.connector.ranks import RankGroup, current_rank_group
@@ -88,6 +88,11 @@ class WorkerHalf:
             f"host, {settings.copy_threads} thread(s)",
             fingerprint.short,
         )
+        if settings.tiers and has_random_hash_seed(self._vllm_config.cache_config):
+            logger.warning(
+                "block hashes are seeded at random, so nothing that this engine stores is found again after a restart "
+                "or by another engine: set PYTHONHASHSEED to one value for all, or prefix_caching_hash_algo to sha256"
+            )
 
     def bind(self, metadata: TieredOffloadMetadata) -> None:
         if self._worker is not None:
