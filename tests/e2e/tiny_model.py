@@ -1,0 +1,43 @@
+"""A Llama small enough to be made by the tests: random weights, and a tokenizer of made-up words."""
+
+from pathlib import Path
+
+VOCABULARY = 512
+
+
+def make_tiny_llama(target: Path) -> Path:
+    """Write the model to `target`. Two KV heads, so that it also splits over two ranks."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+        # Wide enough that attention is far from uniform: a wrong byte of KV then shows in the log-probabilities.
+        initializer_range=0.15,
+        bos_token_id=0,
+        eos_token_id=1,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(target)
+    make_tokenizer(target)
+    return target
+
+
+def make_tokenizer(target: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", unk_token="w2").save_pretrained(
+        target
+    )
