@@ -4,8 +4,8 @@
     quickstart.py first     --url URL --answers FILE --state FILE --root DIR  a server with it: cold, device, cpu
     quickstart.py restarted --url URL --answers FILE --state FILE --json FILE a new one over the same directory: fs
 
-All three send the same prompts in the same order, one at a time, so that "equal" may mean equal to the last bit of every
-log-probability.
+All three send the same prompts in the same order, one at a time, so that "equal" may mean equal to the last bit of
+every log-probability.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from host_memory import (
     ask,
     ask_twice,
     conversation,
-    differing,
+    differences,
     push_out,
     ttft,
 )
@@ -63,15 +63,15 @@ def first(server: Server, prompts: list[list[int]], reference: list[Answer], arg
     before = server.settled_metrics()
     from_cpu = ask(server, prompts, "cpu")
     after = server.settled_metrics()
-    unequal = {
-        "cold": differing(cold, reference[0::2]),
-        "device": differing(device, reference[1::2]),
-        "cpu": differing(from_cpu, reference[1::2]),
-    }
     state = {
         "ttft_ms": {"cold": ttft(cold), "device": ttft(device), "cpu": ttft(from_cpu)},
         "tokens_loaded": {"cpu": loaded(before, after, "host")},
-        "problems": [f"{source}: conversations {which} differ" for source, which in unequal.items() if which],
+        # A prompt that comes back computes what a device hit computes: that is the batch shape to compare with.
+        "differences": [
+            *differences("cold", cold, reference[0::2]),
+            *differences("device", device, reference[1::2]),
+            *differences("cpu", from_cpu, reference[1::2]),
+        ],
     }
     wait_until_on_disk(args.root, sum(len(prompt) // BLOCK_TOKENS for prompt in prompts))
     args.state.write_text(json.dumps(state))
@@ -84,16 +84,14 @@ def restarted(server: Server, prompts: list[list[int]], reference: list[Answer],
     before = server.settled_metrics()
     from_fs = ask(server, prompts, "fs")
     after = server.settled_metrics()
-    problems = [*state["problems"]]
-    if unequal := differing(from_fs, reference[1::2]):
-        problems.append(f"fs: conversations {unequal} differ")
+    unequal = [*state["differences"], *differences("fs", from_fs, reference[1::2])]
     tokens = {**state["tokens_loaded"], "fs": loaded(before, after, "disk")}
-    problems += [f"no token was loaded from {tier}" for tier, count in tokens.items() if not count]
+    problems = unequal + [f"no token was loaded from {tier}" for tier, count in tokens.items() if not count]
     if failures := after.total("vllm:tiered_offload_tier_failures_total"):
         problems.append(f"{failures:.0f} chunks failed on their way to or from disk")
     result = {
         "model": args.model,
-        "outputs_equal": not any("differ" in problem for problem in problems),
+        "outputs_equal": not unequal,
         "ttft_ms": {**state["ttft_ms"], "fs": ttft(from_fs)},
         "tokens_loaded": tokens,
         "engine_restarts": 1,
