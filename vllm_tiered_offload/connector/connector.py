@@ -159,7 +159,8 @@ class TieredOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.has_pending_block_frees()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return ()
+        assert self._scheduler is not None
+        return self._scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
         assert self._scheduler is not None

@@ -5,14 +5,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vllm_tiered_offload.contract.seams import Clock, JobExecutor
+from vllm_tiered_offload.hierarchy.region_access import RegionAccess
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """`clock` replaces monotonic time in both halves, `executor_factory` makes the host copy engine's executor."""
+    """`clock` replaces monotonic time in both halves, `executor_factory` makes the host copy engine's executor.
+
+    `region_access_factory` makes what opens the host region in the scheduler half's process.
+    """
 
     clock: Clock | None = None
     executor_factory: Callable[[], JobExecutor] | None = None
+    region_access_factory: Callable[[], RegionAccess] | None = None
 
 
 _stack: list[Overrides] = [Overrides()]  # innermost last, never empty

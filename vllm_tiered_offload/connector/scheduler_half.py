@@ -4,12 +4,14 @@ import logging
 from collections import Counter
 from typing import Any
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from vllm_tiered_offload.connector.events import EventWriter, event_ledger, events_enabled
 from vllm_tiered_offload.connector.metadata import TieredOffloadMetadata, TieredOffloadWorkerMetadata
 from vllm_tiered_offload.connector.overrides import current_overrides
 from vllm_tiered_offload.connector.startup import parse_settings, warn_once_at_start
@@ -45,13 +47,21 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Of
         logger.warning("nothing is offloaded: %s", reason)
         return None
     transfer = vllm_config.kv_transfer_config
-    clock = current_overrides().clock or monotonic
+    overrides = current_overrides()
+    clock = overrides.clock or monotonic
+    region_access = overrides.region_access_factory() if overrides.region_access_factory is not None else None
+    events = events_enabled(vllm_config)
+    manager = build_manager(
+        settings, engine_id=transfer.engine_id, events=events, clock=clock, region_access=region_access
+    )
+    shape = group_shape(vllm_config, kv_cache_config, settings.blocks_per_chunk)
     return OffloadingConnectorScheduler(
         settings,
-        build_manager(settings, engine_id=transfer.engine_id, clock=clock),
-        group_shape(vllm_config, kv_cache_config, settings.blocks_per_chunk),
+        manager,
+        shape,
         role=Role(stores=transfer.is_kv_producer, loads=transfer.is_kv_consumer),
         clock=clock,
+        events=event_ledger(manager, shape) if events else None,
     )
 
 
@@ -60,6 +70,7 @@ class SchedulerHalf:
 
     def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig) -> None:
         self.inner = build_scheduler_half(vllm_config, kv_cache_config)
+        self._event_writer = EventWriter(kv_cache_config) if self.inner is not None else None
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         if self.inner is not None:
@@ -106,6 +117,11 @@ class SchedulerHalf:
 
     def has_pending_block_frees(self) -> bool:
         return self.inner is not None and self.inner.has_pending_block_frees()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        if self.inner is None or self._event_writer is None:
+            return []
+        return self._event_writer.write(self.inner.take_events())
 
     def get_stats(self) -> TieredOffloadStats | None:
         stats = self.inner.take_stats() if self.inner is not None else None

@@ -1,10 +1,12 @@
 """What must hold before the connector starts, and the one line that it says when it has."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.platforms import current_platform
 
+from vllm_tiered_offload.connector.intree_config import translate
 from vllm_tiered_offload.settings import Settings, SettingsError
 
 logger = logging.getLogger(__name__)
@@ -42,12 +44,19 @@ def check_engine(vllm_config: Any) -> None:
 
 
 def parse_settings(vllm_config: Any) -> Settings:
-    """The typed settings of this engine's connector."""
-    return Settings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    """The typed settings of this engine's connector, which may be written as for vLLM's in-tree connector."""
+    return Settings.parse(_own_dialect(vllm_config)[0])
+
+
+def _own_dialect(vllm_config: Any) -> tuple[Mapping[str, Any] | None, list[str]]:
+    extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+    return translate(extra_config, vllm_config.cache_config.block_size)
 
 
 def warn_once_at_start(vllm_config: Any) -> None:
     """Said by the scheduler half alone, so once an engine."""
+    for note in _own_dialect(vllm_config)[1]:
+        logger.warning("settings of the in-tree connector: %s", note)
     if vllm_config.kv_transfer_config.kv_load_failure_policy == "fail":
         logger.warning(
             'kv_load_failure_policy is "fail" (vLLM\'s default): a failed load ends its request with an error. '

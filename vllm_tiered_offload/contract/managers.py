@@ -99,6 +99,10 @@ class OffloadingManager(ABC):
         """Whether work of this layer's own will end only if somebody polls it. Never true for ever (V5)."""
         return False
 
+    def leftovers(self) -> dict[str, int]:
+        """Sizes of what must be empty once every request is over and every job has ended, by name. For checks."""
+        return {}
+
     @abstractmethod
     def reset_cache(self) -> None:
         """Forget every key. Rows that somebody still reads or writes are reused only after their completion (L6)."""
@@ -162,10 +166,13 @@ class SecondaryTierManager(ABC):
 
     @classmethod
     @abstractmethod
-    def from_settings(cls, raw: Mapping[str, Any], path: str, *, engine_id: str) -> "SecondaryTierManager":
+    def from_settings(
+        cls, raw: Mapping[str, Any], path: str, *, engine_id: str, events: bool = False
+    ) -> "SecondaryTierManager":
         """From the tier's own settings block (without `type`), found at `path` of the configuration.
 
         Raises ValueError with one line that names the key. `engine_id` is unique among live engines. Must not block.
+        With `events` somebody takes the residency events; without it none must be kept.
         """
 
     @abstractmethod

@@ -29,7 +29,7 @@ def build_manager(
     primary = _build_primary(settings, strict=strict, events=events)
     return TieringOffloadingManager(
         primary,
-        _build_guards(settings, engine_id, clock),
+        _build_guards(settings, engine_id, events, clock),
         strict=strict,
         limits=HierarchyLimits(
             promotion_headroom=settings.promotion_headroom,
@@ -53,14 +53,15 @@ def _build_primary(settings: Settings, *, strict: bool, events: bool) -> Primary
     return cls.from_settings(settings.cpu.options, path, strict=strict, events=events)
 
 
-def _build_guards(settings: Settings, engine_id: str, clock: Clock) -> list[TierGuard]:
+def _build_guards(settings: Settings, engine_id: str, events: bool, clock: Clock) -> list[TierGuard]:
     """One guarded tier for each block, nearest first. Two of one type are told apart by a number."""
     limits = GuardLimits(settings.tier_job_timeout, settings.breaker_failures, settings.breaker_cooldown)
     guards: list[TierGuard] = []
     for index, block in enumerate(settings.tiers):
         path = f"{ROOT_PATH}.tiers[{index}]"
         try:
-            tier = load_secondary_tier(block.type).from_settings(block.options, path, engine_id=engine_id)
+            cls = load_secondary_tier(block.type)
+            tier = cls.from_settings(block.options, path, engine_id=engine_id, events=events)
         except RegistryError as error:
             raise SettingsError([f"{path}.type: {error}"]) from error
         same = sum(guard.name.partition("#")[0] == block.type for guard in guards)

@@ -69,6 +69,7 @@ class _Request:
     stores_in_flight: int = 0  # prepared and not completed (L4)
     loads_in_flight: int = 0
     promoted: dict[OffloadKey, str] = field(default_factory=dict)  # key -> medium, of keys promoted for this request
+    unreadable: set[OffloadKey] = field(default_factory=set)  # promoted for it in vain: not tried again (D6)
     # Broke the contract under "tolerant": no more offload for it, and no more warnings about it.
     refused: bool = False
     finalised: bool = False  # the tiers behind the primary one have heard of its end
@@ -104,6 +105,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._region_access = region_access or RegionAccess()
         self._announcement: RegionAnnouncement | None = None
         self._tiers_ready = False  # the tiers behind know the region
+        self._reset_when_ready = False  # there was a reset before that
         self._jobs = TierJobs(self.guards)
         self._holds = Holds(primary, limits.promotion_hold)
         self._collected = False  # in this scheduling pass
@@ -126,8 +128,8 @@ class TieringOffloadingManager(OffloadingManager):
         return [request.lifecycle.req_id for request in requests.values()]
 
     def leftovers(self) -> dict[str, int]:
-        """Sizes of what must be empty once every request is over and every tier job has ended."""
-        return {"tracked": len(self.tracked), "tier_jobs": len(self._jobs), "holds": len(self._holds)}
+        own = {"tracked": len(self.tracked), "tier_jobs": len(self._jobs), "holds": len(self._holds)}
+        return own | {f"primary.{name}": size for name, size in self.primary.leftovers().items()}
 
     # ---- the region --------------------------------------------------------------------------------------------
 
@@ -152,6 +154,8 @@ class TieringOffloadingManager(OffloadingManager):
         rows = region.rows()
         for guard in self.guards:
             guard.bind_region(rows, region.geometry, self._announcement.fingerprint)
+            if self._reset_when_ready:
+                guard.reset(self._limits.drain_timeout)
         self._tiers_ready = True
 
     # ---- begin and end of a request ----------------------------------------------------------------------------
@@ -214,7 +218,12 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _look_behind(self, keys: Sequence[OffloadKey], results: list[LookupResult], request: _Request) -> None:
         """Ask the tiers behind for what the primary one misses, promote what they have; changes `results`."""
-        asked = [index for index, result in enumerate(results) if result is LookupResult.MISS]
+        unreadable = request.unreadable
+        asked = [
+            index
+            for index, result in enumerate(results)
+            if result is LookupResult.MISS and keys[index] not in unreadable
+        ]
         if not self._tiers_ready:
             if self._announcement is None or self._region_access.failed:
                 return
@@ -261,15 +270,18 @@ class TieringOffloadingManager(OffloadingManager):
         promote = plan_promotion(results, usable, max(0, self.primary.num_unpinned_rows - headroom))
         index_of = {keys[index]: index for index in promote}
         pairs = [(keys[index], usable[index]) for index in promote]
+        # Offered along, and accepted as present: nothing of the prefix that is continued may be evicted for it (V6).
+        hits = [key for key, result in zip(keys, results, strict=True) if result is LookupResult.HIT] if pairs else []
         for guard, run in runs_of(pairs, self._limits.promotion_rows):
-            prepared = self.primary.prepare_store(run, request.ctx)
+            prepared = self.primary.prepare_store([*hits, *run], request.ctx)
+            accepted = prepared.num_accepted - len(hits)
             if prepared.keys:
                 self._jobs.submit_promotion(guard, prepared, request.ctx)
                 self._counters[metric_key("promoted_chunks_total", tier=guard.name)] += len(prepared.keys)
-            for key in run[: prepared.num_accepted]:
+            for key in run[:accepted]:
                 results[index_of[key]] = LookupResult.HIT_PENDING
                 request.promoted[key] = guard.tier.medium
-            if prepared.num_accepted < len(run):
+            if accepted < len(run):
                 break
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
@@ -363,14 +375,17 @@ class TieringOffloadingManager(OffloadingManager):
     def _promotion_ended(self, end: JobEnd, now: float) -> None:
         prepared = end.entry.prepared
         assert prepared is not None
+        good = set(end.result.successful_keys)
+        kept = [key for key in prepared.keys if key in good]
+        failed = [key for key in prepared.keys if key not in good]
+        request = self._requests.get(end.entry.job.req_context.req_id)
+        if request is not None:
+            request.unreadable.update(failed)
         if not end.is_released:
             end.entry.abandoned = True
             self.primary.abandon(prepared)
             return
-        good = set(end.result.successful_keys)
-        kept = [key for key in prepared.keys if key in good]
-        self.primary.complete_store(prepared, [key for key in prepared.keys if key not in good])
-        request = self._requests.get(end.entry.job.req_context.req_id)
+        self.primary.complete_store(prepared, failed)
         if kept and request is not None and request.lifecycle.phase is Phase.TRACKED:
             self._holds.add(request.lifecycle.req_id, kept, now)
 
@@ -401,8 +416,10 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.reset_cache()
         for request in self._requests.values():
             request.promoted.clear()
+            request.unreadable.clear()
             if request.lifecycle.phase is Phase.SIGNALLED:
                 self._finalise(request)
+        self._reset_when_ready = not self._tiers_ready
         for guard in self._ready:
             guard.drain(self._limits.drain_timeout)
             guard.reset(self._limits.drain_timeout)
@@ -419,8 +436,8 @@ class TieringOffloadingManager(OffloadingManager):
         stats = {**self.primary.get_stats(), **self._counters, "lifecycle_violations_total": self._violations}
         for guard in self.guards:
             if self._tiers_ready:
-                stats.update(guard.get_stats())
-            stats[metric_key("tier_off", tier=guard.name)] = int(guard.breaker is not Breaker.CLOSED)
+                stats.update(_under_name(guard))
+            stats[metric_key("tier_off", tier=guard.name)] = int(guard.is_off or guard.breaker is not Breaker.CLOSED)
             stats[metric_key("tier_jobs_in_flight", tier=guard.name)] = guard.num_unreleased
             for kind, count in guard.counters.items():
                 stats[metric_key("tier_faults_total", tier=guard.name, kind=kind)] = count
@@ -480,3 +497,11 @@ class TieringOffloadingManager(OffloadingManager):
         if not request.refused:
             request.refused = True
             logger.warning("KV offload is skipped for one request: %s", error)
+
+
+def _under_name(guard: TierGuard) -> Mapping[str, int | float]:
+    """The tier's numbers under the guard's name: two tiers of one kind call themselves alike."""
+    stats = guard.get_stats()
+    if guard.name == guard.tier.medium:
+        return stats
+    return {key.replace(f"|tier={guard.tier.medium}", f"|tier={guard.name}"): value for key, value in stats.items()}

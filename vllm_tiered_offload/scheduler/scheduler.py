@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from vllm_tiered_offload.contract.jobs import PreparedLoad, ReqContext
+from vllm_tiered_offload.contract.jobs import LookupResult, PreparedLoad, ReqContext
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.lifecycle import Event, RequestLifecycle
 from vllm_tiered_offload.contract.managers import OffloadingManager
@@ -56,6 +56,7 @@ from vllm_tiered_offload.scheduler.views import (
     StepView,
 )
 from vllm_tiered_offload.settings import Settings, parse_request_params
+from vllm_tiered_offload.telemetry.events import Announcement, EventLedger
 from vllm_tiered_offload.telemetry.stats import OffloadStats
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ class Role:
 class OffloadingConnectorScheduler:
     """Plans stores and loads, and keeps the books of both.
 
-    `shape` is the one KV group that is offloaded; `resolve_blocks` gives a request's live block tables.
+    `shape` is the one KV group that is offloaded; `resolve_blocks` gives a request's live block tables. With `events`
+    somebody has to take them after every step.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class OffloadingConnectorScheduler:
         *,
         role: Role = Role(),
         clock: Clock = monotonic,
+        events: EventLedger | None = None,
     ) -> None:
         self._settings = settings
         self._manager = manager
@@ -106,6 +109,7 @@ class OffloadingConnectorScheduler:
         self._region_asked: float | None = None  # when a lookup first had to wait for the region
         self._device_cache_suspect = False  # vLLM's own reset failed: device hits may be older than the last reset
         self._stats = SchedulerStats(manager, self._pins)
+        self._events = events
 
     # ---- start -------------------------------------------------------------------------------------------------
 
@@ -196,7 +200,9 @@ class OffloadingConnectorScheduler:
             return NOTHING
         self._stats.count("lookup_tokens_total", state.request.num_tokens - num_computed_tokens)
         keys = state.keys[0].slice(chunks.first, chunks.end)
-        prefix = readable_prefix(self._manager.lookup(keys, state.ctx))
+        results = self._manager.lookup(keys, state.ctx)
+        self._note_found(state, chunks.first, keys, results)
+        prefix = readable_prefix(results)
         if state.wait.should_wait(prefix, self._clock(), self._settings.retry_timeout, self._settings.pending_timeout):
             return ASK_AGAIN
         state.wait.answered()
@@ -214,6 +220,20 @@ class OffloadingConnectorScheduler:
             self._release_reservation(state)
             return NOTHING
         return tokens, True
+
+    def _note_found(
+        self, state: RequestState, first: int, keys: Sequence[OffloadKey], results: Sequence[LookupResult]
+    ) -> None:
+        """This request knows the tokens of chunks that some tier brought back; for the request's life."""
+        if self._events is None:
+            return
+        found = [
+            (first + index, key)
+            for index, (key, result) in enumerate(zip(keys, results, strict=True))
+            if result in (LookupResult.HIT, LookupResult.HIT_PENDING) and key not in self._events
+        ]
+        self._events.hold(state.request, found)
+        state.noted_keys += [key for _, key in found]
 
     def _release_reservation(self, state: RequestState) -> None:
         """Rows answered as hits that no load took."""
@@ -309,7 +329,7 @@ class OffloadingConnectorScheduler:
             first = state.next_chunk
             count = chunks_within_pins(end - first, self._shape.blocks_per_chunk, self._pins.room)
             blocks = self._chunk_blocks(state, first, first + count)
-            accepted = self._store(state, state.keys[0].slice(first, first + count), blocks) if blocks else 0
+            accepted = self._store(state, first, state.keys[0].slice(first, first + count), blocks) if blocks else 0
             state.next_chunk = first + accepted
             state.offered_chunks = end
             if accepted < end - first:
@@ -329,8 +349,8 @@ class OffloadingConnectorScheduler:
         usable = next((i for i, block in enumerate(blocks) if block.is_null), len(blocks))
         return blocks[: usable // per_chunk * per_chunk]
 
-    def _store(self, state: RequestState, keys: Sequence[OffloadKey], blocks: list[BlockView]) -> int:
-        """Offer `keys`, whose device blocks are `blocks`; how many leading ones need no further offer."""
+    def _store(self, state: RequestState, first: int, keys: Sequence[OffloadKey], blocks: list[BlockView]) -> int:
+        """Offer chunks from `first` on, with their device blocks; how many leading ones need no further offer."""
         per_chunk = self._shape.blocks_per_chunk
         keys = keys[: len(blocks) // per_chunk]
         state.lifecycle.advance(Event.SUBMIT)
@@ -343,6 +363,9 @@ class OffloadingConnectorScheduler:
         record = self._jobs.add(state, self._deadline(), store=prepared, pinned=chosen)
         transfer = GroupTransfer(0, list(prepared.block_ids), [block.block_id for block in chosen])
         self._message.stores.append(DeviceJob(record.job_id, state.req_id, [transfer]))
+        if self._events is not None:
+            stored = set(prepared.keys)
+            self._events.hold(state.request, [pair for pair in enumerate(keys, first) if pair[1] in stored])
         return prepared.num_accepted
 
     def _pin_final_chunks(self, state: RequestState, end: int) -> None:
@@ -368,7 +391,7 @@ class OffloadingConnectorScheduler:
         if state.final is not None:
             with self._contained(state):
                 # The job takes its own pins, so the blocks stay pinned throughout.
-                accepted = self._store(state, state.final.keys, state.final.blocks)
+                accepted = self._store(state, state.final.first_chunk, state.final.keys, state.final.blocks)
                 if accepted < len(state.final.keys):
                     self._declined(state, "tier_full")
         self._signal(state)
@@ -379,6 +402,8 @@ class OffloadingConnectorScheduler:
         self._finishing.pop(state.req_id, None)
         if self._requests.get(state.req_id) is state:
             del self._requests[state.req_id]
+        if self._events is not None:
+            self._events.release(state.noted_keys)
         state.lifecycle.advance(Event.SIGNAL)
         self._manager.on_request_finished(state.ctx)
 
@@ -420,6 +445,8 @@ class OffloadingConnectorScheduler:
         if record.store is not None:
             self._pins.unpin(record.pinned)
             self._manager.complete_store(record.store, record.store.keys if failed else ())
+            if self._events is not None:
+                self._events.release(record.store.keys)
         elif record.load is not None and record.load.keys:
             unreadable = record.load.keys if failed and not record.cancelled else ()
             self._manager.complete_load(record.load, unreadable)
@@ -505,10 +532,19 @@ class OffloadingConnectorScheduler:
         """What was counted since the last call and the gauges that changed, or None where there is nothing to say."""
         return self._stats.take()
 
+    def take_events(self) -> list[Announcement]:
+        """Residency changes since the last call, with what consumers need to know of each chunk."""
+        return self._events.announce(self._manager.take_events()) if self._events is not None else []
+
     @property
     def num_pinned_blocks(self) -> int:
         """Device blocks that stores in flight or final stores hold."""
         return self._pins.num_blocks
+
+    @property
+    def manager(self) -> OffloadingManager:
+        """The layer below. For checks."""
+        return self._manager
 
     def debug_state(self) -> dict[str, int]:
         """Sizes of everything that must be empty once all requests ended and all jobs were acknowledged."""
@@ -519,6 +555,8 @@ class OffloadingConnectorScheduler:
             "jobs": len(self._jobs),
             "pinned_blocks": self._pins.num_blocks,
             "unsent": len(self._message.loads) + len(self._message.stores),
+            "noted_events": self._events.num_held if self._events is not None else 0,
+            **{f"manager.{name}": size for name, size in self._manager.leftovers().items()},
         }
 
 

@@ -52,6 +52,7 @@ _TABLE = (
     Metric("fs_discarded_files_total", "counter", "Files that were not what they should be, and went."),
     Metric("evictions_total", "counter", "Chunks that left a tier to make room.", ("tier",)),
     Metric("declined_stores_total", "counter", "Stores declined in whole or in part, by reason.", ("reason",)),
+    Metric("declined_chunks_total", "counter", "Chunks that a tier had no room for.", ("tier",)),
     Metric("lookup_tokens_total", "counter", "Prompt tokens that the device cache did not have and we were asked for."),
     Metric("loaded_tokens_total", "counter", "Prompt tokens whose load was started."),
     Metric("lifecycle_violations_total", "counter", "Broken lifecycle rules; each skipped one request's offload."),

@@ -10,6 +10,8 @@ raises in any method, answers nonsense, or is late counts a failure. After `brea
 breaker opens: lookups miss and jobs fail at once, without a call to the tier. After `breaker_cooldown` seconds it is
 half open: one probe job may pass; its success closes the breaker, its failure opens it again.
 
+A tier that was told to forget and did not (yet) may have chunks from before the reset. It is off until it has (L6).
+
 The scheduler thread is never held up here: the calls that may block (drain, reset, shutdown) run on a thread of the
 guard's own and are waited for within a bound.
 """
@@ -64,6 +66,7 @@ class _Job:
     job: JobMetadata
     deadline: float
     is_probe: bool
+    outdated: bool = False  # submitted before a reset: that it fails says nothing about the tier
 
 
 class TierGuard:
@@ -84,6 +87,8 @@ class TierGuard:
         self._breaker = Breaker.CLOSED
         self._opened_at = 0.0
         self._probing = False  # half open and the one probe is on its way
+        self._resets = 0  # how often the tier was told to forget
+        self._resets_done = 0  # the last of these that it carried out; set by another thread
         self.counters: Counter[str] = Counter()  # failures by kind, since the start
 
     # ---- state -------------------------------------------------------------------------------------------------
@@ -96,6 +101,11 @@ class TierGuard:
             self._probing = False
             logger.warning("tier %s: trying again (one job) after %g s", self.name, self._limits.breaker_cooldown)
         return self._breaker
+
+    @property
+    def is_off(self) -> bool:
+        """Not asked: its breaker is open, or it has not forgotten what it was told to forget."""
+        return self.breaker is Breaker.OPEN or self._resets_done != self._resets
 
     @property
     def num_unreleased(self) -> int:
@@ -138,8 +148,8 @@ class TierGuard:
         self._call("on_request_finished", self.tier.on_request_finished, req_context)
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:
-        """One result per key; all misses where the breaker is open or the answer cannot be used."""
-        if self.breaker is Breaker.OPEN:
+        """One result per key; all misses where the tier is off or the answer cannot be used."""
+        if self.is_off:
             return [LookupResult.MISS] * len(keys)
         results = self._call("lookup", self.tier.lookup, keys, req_context)
         if (
@@ -153,7 +163,7 @@ class TierGuard:
         return [LookupResult.MISS] * len(keys)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        if self.breaker is not Breaker.OPEN:
+        if not self.is_off:
             self._call("touch", self.tier.touch, keys, req_context)
 
     def on_schedule_end(self) -> None:
@@ -165,8 +175,7 @@ class TierGuard:
     @property
     def accepts_jobs(self) -> bool:
         """Whether a job submitted now would reach the tier."""
-        state = self.breaker
-        return state is Breaker.CLOSED or (state is Breaker.HALF_OPEN and not self._probing)
+        return not self.is_off and (self.breaker is Breaker.CLOSED or not self._probing)
 
     def submit(self, job: JobMetadata) -> None:
         """Hand a job to the tier. It has exactly one result and one release, whatever happens."""
@@ -209,13 +218,15 @@ class TierGuard:
         if entry is None:
             self._failed("result_unknown")
             return
+        if entry.is_probe:
+            self._probing = False
         good = set(result.successful_keys)
         kept = tuple(key for key in entry.job.keys if key in good)
         whole = result.success and len(kept) == len(entry.job.keys)
         # A part that came through shows that the tier works; single bad blocks are counted by the tier itself.
         if whole or kept:
             self._succeeded()
-        else:
+        elif not entry.outdated:
             self._failed("job_failed")
         self._end(JobResult(result.job_id, whole, kept), release=True)
 
@@ -240,8 +251,19 @@ class TierGuard:
         return self._call_bounded("drain", lambda: self.tier.drain(timeout), timeout + GRACE_SECONDS) is True
 
     def reset(self, timeout: float) -> None:
-        """Forget every key, within `timeout` seconds or in the background."""
-        self._call_bounded("reset", self.tier.reset, timeout)
+        """Forget every key, within `timeout` seconds or in the background; until it is done the tier is off."""
+        for entry in self._jobs.values():
+            entry.outdated = True
+        self._resets += 1
+        number = self._resets
+
+        def forget() -> None:
+            self.tier.reset()
+            self._resets_done = max(self._resets_done, number)
+
+        self._call_bounded("reset", forget, timeout)
+        if self._resets_done != self._resets:
+            logger.error("tier %s: off until it has carried out the reset, or the next one", self.name)
 
     def shutdown(self, timeout: float) -> None:
         """Stop the tier; give up on it after `timeout` seconds."""
