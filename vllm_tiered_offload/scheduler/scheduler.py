@@ -37,10 +37,12 @@ from vllm_tiered_offload.contract.messages import (
 from vllm_tiered_offload.contract.seams import Clock, monotonic
 from vllm_tiered_offload.scheduler.block_pins import BlockPins
 from vllm_tiered_offload.scheduler.job_table import JobRecord, JobTable
+from vllm_tiered_offload.scheduler.load_planner import plan_load, tokens_by_medium
 from vllm_tiered_offload.scheduler.lookup_planner import loadable_tokens, lookup_range, readable_prefix
 from vllm_tiered_offload.scheduler.request_state import ChunkKeys, FinalStore, RequestState, Reservation
 from vllm_tiered_offload.scheduler.scheduler_stats import SchedulerStats
 from vllm_tiered_offload.scheduler.store_planner import (
+    blocks_of_keys,
     chunks_within_pins,
     offload_limit,
     storable_chunks,
@@ -558,52 +560,3 @@ class OffloadingConnectorScheduler:
             "noted_events": self._events.num_held if self._events is not None else 0,
             **{f"manager.{name}": size for name, size in self._manager.leftovers().items()},
         }
-
-
-def plan_load(
-    shape: GroupShape, reservation: Reservation, blocks: Sequence[BlockView], num_external_tokens: int
-) -> GroupTransfer | None:
-    """The copy of `num_external_tokens` tokens after the local prefix, or None where the reserved rows fall short.
-
-    The local prefix may end inside a chunk: its leading sub-blocks are skipped. The range comes from token counts
-    alone, never from which blocks carry a hash.
-    """
-    first_block = reservation.num_computed_tokens // shape.block_tokens
-    end_block = -(-(reservation.num_computed_tokens + num_external_tokens) // shape.block_tokens)
-    first_sub_block = first_block - reservation.first_chunk * shape.blocks_per_chunk
-    num_rows = -(-(first_sub_block + end_block - first_block) // shape.blocks_per_chunk)
-    target = [block.block_id for block in blocks[first_block:end_block] if not block.is_null]
-    if num_rows > len(reservation.prepared.block_ids) or len(target) != end_block - first_block:
-        return None
-    return GroupTransfer(0, list(reservation.prepared.block_ids[:num_rows]), target, first_sub_block)
-
-
-def tokens_by_medium(
-    shape: GroupShape, reservation: Reservation, media: Sequence[str], num_external_tokens: int
-) -> dict[str, int]:
-    """How many of the loaded tokens each medium supplied; the sum is `num_external_tokens`."""
-    start = reservation.num_computed_tokens
-    end = start + num_external_tokens
-    tokens: dict[str, int] = {}
-    for index, medium in enumerate(media):
-        first = (reservation.first_chunk + index) * shape.chunk_tokens
-        count = min(end, first + shape.chunk_tokens) - max(start, first)
-        if count > 0:
-            tokens[medium] = tokens.get(medium, 0) + count
-    return tokens
-
-
-def blocks_of_keys(
-    chosen: Sequence[OffloadKey], keys: Sequence[OffloadKey], blocks: Sequence[BlockView], per_chunk: int
-) -> list[BlockView]:
-    """The device blocks of `chosen`, a subsequence of `keys`; key i has blocks [i * per_chunk, (i + 1) * per_chunk)."""
-    if len(chosen) == len(keys):
-        return list(blocks)
-    wanted = iter(chosen)
-    want = next(wanted, None)
-    picked: list[BlockView] = []
-    for index, key in enumerate(keys):
-        if key == want:
-            picked.extend(blocks[index * per_chunk : (index + 1) * per_chunk])
-            want = next(wanted, None)
-    return picked

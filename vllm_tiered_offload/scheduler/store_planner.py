@@ -13,6 +13,11 @@ filling, so num_computed_tokens alone proves nothing: it is capped by `written_t
 scheduled step since the request's last (re)start.
 """
 
+from collections.abc import Sequence
+
+from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.scheduler.views import BlockView
+
 
 def written_at_finish(num_computed_tokens: int, num_tokens: int, written_tokens: int, aborted: bool) -> int:
     """Tokens whose slots a forward pass has written, for a request that vLLM just finished."""
@@ -41,3 +46,19 @@ def offload_limit(prompt_only: bool, num_prompt_tokens: int, max_offload_tokens:
 def chunks_within_pins(num_chunks: int, blocks_per_chunk: int, room: int) -> int:
     """How many leading chunks may be offered when `room` more device blocks may be pinned (D2)."""
     return min(num_chunks, max(room, 0) // blocks_per_chunk)
+
+
+def blocks_of_keys(
+    chosen: Sequence[OffloadKey], keys: Sequence[OffloadKey], blocks: Sequence[BlockView], per_chunk: int
+) -> list[BlockView]:
+    """The device blocks of `chosen`, a subsequence of `keys`; key i has blocks [i * per_chunk, (i + 1) * per_chunk)."""
+    if len(chosen) == len(keys):
+        return list(blocks)
+    wanted = iter(chosen)
+    want = next(wanted, None)
+    picked: list[BlockView] = []
+    for index, key in enumerate(keys):
+        if key == want:
+            picked.extend(blocks[index * per_chunk : (index + 1) * per_chunk])
+            want = next(wanted, None)
+    return picked
