@@ -8,9 +8,10 @@ It keeps the submission contract (DESIGN §5) towards the tiers: what the layer 
                     prepare_*, complete_*             complete_* only
 
 The primary tier hears of the end at once. The tiers behind it hear of it when the request's last device store has been
-completed and cascaded (L3, L4), because a cascade is a submit:
+completed and cascaded and no offer of it is parked (L3, L4), because a cascade is a submit:
 
     lookup            primary; what it misses is asked of the tiers behind; what one of them has is promoted
+    prepare_store     what is present already is cascaded to REQUEST_LEVEL tiers, what is being written is parked (L5)
     complete_store    cascade to every tier behind, then count down, then finalise if the request is over
     collect           results of cascades and promotions are taken in at the first call of a scheduling pass
 
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 from vllm_tiered_offload.contract.geometry import RegionGeometry
 from vllm_tiered_offload.contract.jobs import (
     LookupResult,
+    OffloadPolicy,
     PreparedLoad,
     PreparedStore,
     ReqContext,
@@ -36,6 +38,7 @@ from vllm_tiered_offload.contract.lifecycle import Event, InvalidTransition, Pha
 from vllm_tiered_offload.contract.managers import OffloadingManager, PrimaryTier, ResidencyEvent
 from vllm_tiered_offload.contract.messages import RegionAnnouncement
 from vllm_tiered_offload.contract.seams import Clock, monotonic
+from vllm_tiered_offload.hierarchy.parked import ParkedOffers
 from vllm_tiered_offload.hierarchy.promotions import Holds, plan_promotion
 from vllm_tiered_offload.hierarchy.region_access import RegionAccess
 from vllm_tiered_offload.hierarchy.tier_jobs import JobEnd, TierJob, TierJobs, runs_of
@@ -68,6 +71,7 @@ class _Request:
     context: RequestOffloadingContext = field(default_factory=RequestOffloadingContext)
     stores_in_flight: int = 0  # prepared and not completed (L4)
     loads_in_flight: int = 0
+    takers: tuple[TierGuard, ...] = ()  # the tiers behind that want every block of this request (REQUEST_LEVEL)
     promoted: dict[OffloadKey, str] = field(default_factory=dict)  # key -> medium, of keys promoted for this request
     unreadable: set[OffloadKey] = field(default_factory=set)  # promoted for it in vain: not tried again (D6)
     # Broke the contract under "tolerant": no more offload for it, and no more warnings about it.
@@ -107,6 +111,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._tiers_ready = False  # the tiers behind know the region
         self._reset_when_ready = False  # there was a reset before that
         self._jobs = TierJobs(self.guards)
+        self._parked = ParkedOffers()  # by id() of a _Request in _parking
+        self._parking: dict[int, _Request] = {}  # requests with a parked offer
         self._holds = Holds(primary, limits.promotion_hold)
         self._collected = False  # in this scheduling pass
         # Requests by id, from on_new_request until they are over. An id that is used again takes the place of its
@@ -128,7 +134,12 @@ class TieringOffloadingManager(OffloadingManager):
         return [request.lifecycle.req_id for request in requests.values()]
 
     def leftovers(self) -> dict[str, int]:
-        own = {"tracked": len(self.tracked), "tier_jobs": len(self._jobs), "holds": len(self._holds)}
+        own = {
+            "tracked": len(self.tracked),
+            "tier_jobs": len(self._jobs),
+            "holds": len(self._holds),
+            "parked": len(self._parked) + len(self._parking),
+        }
         return own | {f"primary.{name}": size for name, size in self.primary.leftovers().items()}
 
     # ---- the region --------------------------------------------------------------------------------------------
@@ -169,9 +180,13 @@ class TieringOffloadingManager(OffloadingManager):
         if known is not None:
             self._finalise(known)  # its stores are still in flight; they are not cascaded under the new request's id
         request = self._requests[req_id] = _Request(req_context, RequestLifecycle(req_id))
-        request.context = self.primary.on_new_request(req_context)
-        for guard in self.guards:
-            guard.on_new_request(req_context)
+        policies = [self.primary.on_new_request(req_context).policy]
+        policies += [guard.on_new_request(req_context).policy for guard in self.guards]
+        every_block = OffloadPolicy.REQUEST_LEVEL
+        request.takers = tuple(
+            guard for guard, policy in zip(self.guards, policies[1:], strict=True) if policy is every_block
+        )
+        request.context = RequestOffloadingContext(every_block if every_block in policies else policies[0])
         return request.context
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -187,9 +202,10 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _settle(self, request: _Request) -> None:
         """After a completion or the end: finalise what has no more stores to cascade, forget what is over (L3)."""
-        if request.lifecycle.phase is Phase.SIGNALLED and not request.stores_in_flight:
+        waits = request.stores_in_flight or self._parked.has(id(request))
+        if request.lifecycle.phase is Phase.SIGNALLED and not waits:
             self._finalise(request)
-        if request.is_over:
+        if request.is_over and request.finalised:
             req_id = request.lifecycle.req_id
             if self._requests.get(req_id) is request:
                 del self._requests[req_id]
@@ -319,27 +335,54 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._may_submit(req_context, "prepare_store"):
             return PreparedStore((), (), 0)
         prepared = self.primary.prepare_store(keys, req_context)
+        request = self._requests[req_context.req_id]
         if prepared.keys:
-            request = self._submit(prepared, req_context)
+            self._submit(prepared, req_context)
             request.stores_in_flight += 1
+        if request.takers and len(prepared.keys) < prepared.num_accepted:
+            stored_now = set(prepared.keys)
+            self._offer_present([key for key in keys[: prepared.num_accepted] if key not in stored_now], request)
         return prepared
+
+    def _offer_present(self, keys: Sequence[OffloadKey], request: _Request) -> None:
+        """Chunks of a REQUEST_LEVEL request that need no store: cascade what is readable, park what is on its way."""
+        readable = []
+        for key, result in zip(keys, self.primary.lookup(keys, request.ctx), strict=True):
+            if result is LookupResult.HIT:
+                readable.append(key)
+            elif result is LookupResult.HIT_PENDING:
+                self._parked.park(key, id(request))
+                self._parking[id(request)] = request
+        self._cascade(readable, request, request.takers)
+
+    def _unpark(self, keys: Sequence[OffloadKey], failed: Collection[OffloadKey]) -> None:
+        """The write of `keys` into the primary tier ended: parked offers become cascades, or nothing."""
+        for identity, resolved in self._parked.resolve(keys).items():
+            request = self._parking[identity]
+            self._cascade([key for key in resolved if key not in failed], request, request.takers)
+            if not self._parked.has(identity):
+                del self._parking[identity]
+                self._settle(request)
 
     def complete_store(self, prepared: PreparedStore, failed_keys: Collection[OffloadKey] = ()) -> None:
         """Count down, cascade first, then finalise (L4)."""
         request = self._complete(prepared)
         self.primary.complete_store(prepared, failed_keys)
-        if request is None:
-            return
-        request.stores_in_flight -= 1
-        if not request.finalised:
-            failed = set(failed_keys)
-            self._cascade([key for key in prepared.keys if key not in failed], request)
-        self._settle(request)
+        failed = set(failed_keys)
+        if request is not None:
+            request.stores_in_flight -= 1
+            self._cascade([key for key in prepared.keys if key not in failed], request, self.guards)
+        self._unpark(prepared.keys, failed)
+        if request is not None:
+            self._settle(request)
 
-    def _cascade(self, keys: Sequence[OffloadKey], request: _Request) -> None:
-        """Offer chunks that have just become readable to every tier behind that takes jobs."""
-        takers = [guard for guard in self._ready if guard.accepts_jobs] if keys else []
+    def _cascade(self, keys: Sequence[OffloadKey], request: _Request, takers: Sequence[TierGuard]) -> None:
+        """Hand readable chunks to those of `takers` that take jobs; nothing after the request's end (L3)."""
+        if not keys or request.finalised or not self._tiers_ready:
+            return
         for guard in takers:
+            if not guard.accepts_jobs:
+                continue
             room = int(self.primary.num_rows * self._limits.cascade_share) - self._jobs.leased_rows()
             lease = self.primary.lease(keys[: max(0, room)])
             if len(lease.keys) < len(keys):
@@ -384,8 +427,10 @@ class TieringOffloadingManager(OffloadingManager):
         if not end.is_released:
             end.entry.abandoned = True
             self.primary.abandon(prepared)
+            self._unpark(prepared.keys, prepared.keys)
             return
         self.primary.complete_store(prepared, failed)
+        self._unpark(prepared.keys, failed)
         if kept and request is not None and request.lifecycle.phase is Phase.TRACKED:
             self._holds.add(request.lifecycle.req_id, kept, now)
 
@@ -413,12 +458,15 @@ class TieringOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Rows in flight stay taken until their job ends; the primary tier tells their generations apart (L6)."""
         self._holds.release_all()
+        self._parked.clear()
+        self._parking.clear()
         self.primary.reset_cache()
-        for request in self._requests.values():
+        for request in list(self._requests.values()):
             request.promoted.clear()
             request.unreadable.clear()
             if request.lifecycle.phase is Phase.SIGNALLED:
                 self._finalise(request)
+                self._settle(request)
         self._reset_when_ready = not self._tiers_ready
         for guard in self._ready:
             guard.drain(self._limits.drain_timeout)
