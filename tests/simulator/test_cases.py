@@ -43,6 +43,23 @@ def test_case_1_reset_between_finish_and_final_store(simulate: Simulate, depth: 
 
 
 @DEPTHS
+def test_reset_while_only_final_stores_hold_blocks(simulate: Simulate, depth: int) -> None:
+    """vLLM's own reset fails because of our pins, which the reset then drops: its cache is stale all the same (l6).
+
+    Mutation: asking after the pins are dropped whether vLLM's reset succeeded stores what attends to old slots.
+    """
+    sim = simulate(depth=depth)
+    run_one(sim, tokens(2, 9), 1)
+    sim.add_request(tokens(11), 2, "a")
+    step_until(sim, lambda: "a" not in sim.live)
+    assert not sim.reset()
+    sim.add_request([*tokens(11), 5], 6, "b")
+    sim.run_until_idle()
+    assert not sim.blocks_moved("store", "b")
+    sim.converge()
+
+
+@DEPTHS
 def test_case_2_finish_with_stores_submitted(simulate: Simulate, depth: int) -> None:
     """Case 2: two chunks submitted, not completed; finish; complete. Nothing is submitted after the signal (l1, l2)."""
     sim = simulate(depth=depth)
@@ -284,7 +301,7 @@ def test_case_15_tier_full_of_pinned_rows(simulate: Simulate, depth: int) -> Non
 
 def count_offers(sim: Any, req_id: str) -> list[int]:
     """Sizes of the ranges that the manager is offered for this request from now on."""
-    manager = sim.connector.connector_scheduler._manager
+    manager = sim.manager
     offers: list[int] = []
     prepare_store = manager.prepare_store
 

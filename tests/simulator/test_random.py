@@ -1,6 +1,7 @@
 """Random runs: a few seeds over the rotation of configurations, a state machine whose failures shrink, the command."""
 
 import json
+import random
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from vllm_tiered_offload.testing.simulator.config import SimConfig, rotation
 from vllm_tiered_offload.testing.simulator.episodes import run_episode
+from vllm_tiered_offload.testing.simulator.tier_weather import RAISES
 
 EPISODES = list(islice(rotation(), 12))
 
@@ -23,6 +25,27 @@ def test_random_episode(episode: int) -> None:
     totals, failure = run_episode(7, episode, EPISODES[episode], steps=200)
     assert failure is None, str(failure)
     assert totals.events["store"] > 0
+    assert (totals.events["cascade"] > 0) == (EPISODES[episode].tiers > 0)
+
+
+def test_tiers_get_into_every_kind_of_trouble() -> None:
+    """What the random runs promise to cover: failures, deadlines, exceptions, open and half-open breakers."""
+    from vllm_tiered_offload.testing.simulator.engine import Simulation
+    from vllm_tiered_offload.testing.simulator.workload import Workload
+
+    kinds: set[str] = set()
+    for episode in (0, 7, 8):
+        sim = Simulation(EPISODES[episode], seed=episode)
+        workload = Workload(sim, random.Random(episode))
+        while sim.story.counts["steps"] < 400:
+            workload.step()
+            kinds |= {guard.breaker.value for guard in sim.manager.guards}
+        kinds |= {kind for guard in sim.manager.guards for kind in guard.counters}
+        kinds |= {kind for kind in ("promotion", "timeout") if sim.story.counts[kind]}
+        sim.converge()
+        sim.close()
+    assert kinds >= {"job_failed", "job_timeout", "submit_raised", "lookup_raised", "get_finished_jobs_raised"}
+    assert kinds >= {"closed", "open", "half_open", "promotion", "timeout"}
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
@@ -43,7 +66,9 @@ def test_command_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture
     assert written["violations"] == written["leftover_state"] == 0
     assert written["steps"] >= 300
     assert written["pool_full_share"] >= 0.3
-    assert set(written["events"]) == {"admit", "preempt", "abort", "finish", "load", "store", "reset", "fault"}
+    assert set(written["events"]) == {
+        "admit", "preempt", "abort", "finish", "load", "store", "promotion", "cascade", "reset", "fault", "timeout",
+    }  # fmt: skip
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == written
 
 
@@ -58,16 +83,23 @@ class EngineMachine(RuleBasedStateMachine):
         ranks=st.sampled_from([1, 1, 2]),
         neighbour=st.sampled_from([None, None, "async", "sync"]),
         rows=st.sampled_from([6, 40]),
+        tiers=st.sampled_from([0, 1, 1, 2]),
     )
-    def start(self, depth: int, chunk: int, ranks: int, neighbour: str | None, rows: int) -> None:
+    def start(self, depth: int, chunk: int, ranks: int, neighbour: str | None, rows: int, tiers: int) -> None:
         from vllm_tiered_offload.testing.simulator.engine import Simulation
 
         config = SimConfig(
-            depth=depth, blocks_per_chunk=chunk, ranks=ranks, neighbour=neighbour, cpu_chunks=rows, num_blocks=14
+            depth=depth,
+            blocks_per_chunk=chunk,
+            ranks=ranks,
+            neighbour=neighbour,
+            cpu_chunks=rows,
+            num_blocks=14,
+            tiers=tiers,
         )
         self.sim = Simulation(config)
         self.sim.world.share, self.sim.world.failure, self.sim.world.saves = 0.4, 0.3, 0.3
-        self.sim.copies.held = True
+        self.sim.copies.held = self.sim.tiers.held = True
 
     @rule(family=st.integers(0, 2), length=st.integers(1, 28), answer=st.integers(1, 10))
     def arrive(self, family: int, length: int, answer: int) -> None:
@@ -101,6 +133,31 @@ class EngineMachine(RuleBasedStateMachine):
             self.sim.copies.submit_faults = 1
         else:
             self.sim.copies.faults = 1
+
+    @rule(count=st.integers(1, 3), fault=st.sampled_from(["", "", "failing", "spoiling", "hanging"]))
+    def tier_jobs(self, count: int, fault: str) -> None:
+        if fault:
+            setattr(self.sim.tiers, fault, 1)
+        self.sim.tiers.run(count)
+
+    @rule(method=st.sampled_from(RAISES))
+    @precondition(lambda self: self.sim is not None and self.sim.tiers.tiers)
+    def tier_trouble(self, method: str) -> None:
+        """The nearest tier raises in one method; told twice it works again."""
+        self.sim.tiers.tiers[0].raising ^= {method}
+
+    @rule(retries=st.sampled_from([0, 2, 1_000_000]), loses=st.booleans())
+    @precondition(lambda self: self.sim is not None and self.sim.tiers.tiers)
+    def tier_memory(self, retries: int, loses: bool) -> None:
+        tier = self.sim.tiers.tiers[0]
+        tier.retries = retries
+        tier.ask_anew()
+        if loses and tier.chunks:
+            tier.lose(next(iter(tier.chunks)))
+
+    @rule()
+    def tier_jobs_wake(self) -> None:
+        self.sim.tiers.wake()
 
     @rule(seconds=st.sampled_from([0.5, 1.5]))
     def time_passes(self, seconds: float) -> None:

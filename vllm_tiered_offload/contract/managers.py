@@ -222,7 +222,10 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget every key."""
+        """Forget every key. Jobs that are still under way end as failed and leave nothing behind (L6).
+
+        A tier that raises here is not used until a later reset succeeds.
+        """
 
     def take_events(self) -> list[ResidencyEvent]:
         """Residency changes since the last call, oldest first."""

@@ -494,6 +494,8 @@ class OffloadingConnectorScheduler:
 
     def reset_cache(self) -> None:
         """Forget everything stored (L6). Device pins stay until the workers acknowledge."""
+        # First of all: pins of final stores, which end below, were in the way of vLLM's own reset.
+        self._device_cache_suspect = self._pins.bound and not self._pins.pool_is_empty()
         for state in list(self._reserving.values()):
             self._release_reservation(state)
         for state in list(self._finishing.values()):
@@ -504,7 +506,6 @@ class OffloadingConnectorScheduler:
             if record.load is not None and not record.cancelled:
                 record.cancelled = True
                 self._message.cancelled_loads.append(record.job_id)
-        self._device_cache_suspect = self._pins.bound and not self._pins.pool_is_empty()
         self._manager.reset_cache()
 
     def shutdown(self) -> None:

@@ -9,6 +9,14 @@ from vllm_tiered_offload.contract.geometry import ROW_ALIGNMENT, round_up
 from vllm_tiered_offload.testing.simulator.chain import WORDS_PER_SLOT
 
 ALL_PINS = {"max_pinned_device_share": 1.0}  # stores in flight may hold the whole device pool
+TIER_TYPE = "simulated"  # settings name of the tiers that `tiers.TierControl` makes
+TIER_TIMES = {
+    "tier_job_timeout": 1.0,
+    "breaker_failures": 5,
+    "breaker_cooldown": 0.2,
+    "promotion_hold": 3.0,
+    "drain_timeout": 0.2,
+}
 OURS = ("TieredOffloadConnector", "vllm_tiered_offload.connector.connector")
 
 
@@ -26,6 +34,7 @@ class SimConfig:
     max_model_len: int = 512
     blocks_per_chunk: int = 1
     cpu_chunks: int = 64  # rows of the host region
+    tiers: int = 0  # in-memory tiers behind the CPU tier
     policy: str = "lru"
     offload_prompt_only: bool = False
     kv_role: str = "kv_both"
@@ -53,15 +62,24 @@ class SimConfig:
             "blocks_per_chunk": self.blocks_per_chunk,
             "offload_prompt_only": self.offload_prompt_only,
             "lifecycle": "strict",
+            **(self._tier_settings() if self.tiers else {}),
             **self.extra,
         }
+
+    def _tier_settings(self) -> dict[str, Any]:
+        """Times are short: a simulated step is a few hundredths of a second, and now and then some seconds pass."""
+        return {"tiers": [{"type": TIER_TYPE}] * self.tiers, **TIER_TIMES}
+
+    def setting(self, name: str, default: Any) -> Any:
+        """A setting of the connector under test; `default` where this engine does not set it."""
+        return self.connector_settings().get(name, default)
 
     def describe(self) -> str:
         """One line for reports."""
         neighbour = f"{self.neighbour}{'<' if self.neighbour_first else '>'}" if self.neighbour else "none"
         return (
             f"depth={self.depth} block={self.block_size} blocks={self.num_blocks} ranks={self.ranks} "
-            f"chunk={self.blocks_per_chunk} rows={self.cpu_chunks} policy={self.policy} "
+            f"chunk={self.blocks_per_chunk} rows={self.cpu_chunks} tiers={self.tiers} policy={self.policy} "
             f"prompt_only={self.offload_prompt_only} neighbour={neighbour}"
         )
 
@@ -70,13 +88,16 @@ def rotation() -> Iterator[SimConfig]:
     """Endless: every combination that matters comes up, the rare ones (ranks, neighbour) less often."""
     shapes = [(4, 26), (8, 14), (16, 9)]  # (block size, device blocks): about 100 tokens, so that the pool is full
     for step, (depth, chunk, (block_size, num_blocks)) in enumerate(_forever([1, 2], [1, 2, 4], shapes)):
+        tiers = (1, 0, 2)[step // 3 % 3]
         yield SimConfig(
             depth=depth,
             block_size=block_size,
             num_blocks=num_blocks,
             ranks=2 if step % 4 == 3 else 1,
             blocks_per_chunk=chunk,
-            cpu_chunks=(40, 8, 96)[step % 3],
+            # With tiers behind, few enough that chunks leave and come back.
+            cpu_chunks=max(5, (96, 48, 72)[step % 3] // (chunk * block_size)) if tiers else (40, 8, 96)[step % 3],
+            tiers=tiers,
             policy=("lru", "arc")[step // 2 % 2],
             offload_prompt_only=step % 5 == 4,
             neighbour=(None, "async", None, "sync", "async")[step % 5],

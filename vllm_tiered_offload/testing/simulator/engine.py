@@ -27,10 +27,10 @@ from vllm_tiered_offload.testing.simulator.messages import step_message, worker_
 from vllm_tiered_offload.testing.simulator.model_runner import SimModelRunner
 from vllm_tiered_offload.testing.simulator.ranks import BarrierGroup, RankWorker, in_threads
 from vllm_tiered_offload.testing.simulator.story import Story
+from vllm_tiered_offload.testing.simulator.tier_reporter import TierReporter
+from vllm_tiered_offload.testing.simulator.tier_watch import TierWatch
+from vllm_tiered_offload.testing.simulator.tiers import TierControl
 from vllm_tiered_offload.testing.simulator.world import World
-
-# Gauges and counters of the manager (get_stats) that a strict run must leave at 0.
-MUST_BE_ZERO = ("rows_pinned", "rows_orphaned", "contract_violations_total", "lifecycle_violations_total")
 
 
 @dataclass(slots=True)
@@ -64,6 +64,7 @@ class Simulation:
         self.story = Story()
         self.clock = ManualClock()
         self.copies = CopyControl(self.rng)
+        self.tiers = TierControl(random.Random(f"{seed}/tiers"))
         self.runner = SimModelRunner(config, self.story)
         self.world = World.make(config, self.runner, random.Random(f"{seed}/neighbour"))
         self.outputs: dict[str, list[int]] = {}  # tokens that came out, per request
@@ -82,12 +83,15 @@ class Simulation:
         self._build()
         self.checkers = [kind(self) for kind in checkers]
         self.runner.before_write = self._before_write
+        self._tier_reporter = TierReporter(self.story, self.checkers)
+        self._watch_tiers()
 
     # -- construction --------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
         config = self.config
-        with use_overrides(Overrides(clock=self.clock, executor_factory=self.copies.executor)):
+        overrides = Overrides(self.clock, self.copies.executor, self.tiers.region_access)
+        with use_overrides(overrides), self.tiers.registered():
             built = builders.vllm_config(config, self.world.name)
             kv_config = builders.kv_cache_config(config, self.runner.layer_names())
             self.scheduler = builders.scheduler(config, built, kv_config)
@@ -95,8 +99,13 @@ class Simulation:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self._watch_pool()
         if self.scheduler.connector is not None:
-            watch_hooks(self.scheduler.connector, self._on_hook, self._on_io)
+            watch_hooks(self.scheduler.connector, self._on_hook, self._on_raise, self._on_io)
             self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, config.ranks)
+
+    def _watch_tiers(self) -> None:
+        timeout = self.config.setting("tier_job_timeout", 0.0)
+        for tier_guard in getattr(self.manager, "guards", ()):
+            TierWatch(tier_guard, self.clock, timeout, self._tier_reporter)
 
     def _build_workers(self, built: Any, kv_config: Any) -> list[RankWorker]:
         if self.scheduler.connector is None:
@@ -141,6 +150,12 @@ class Simulation:
         if connector is None or self.config.neighbour is None:
             return connector
         return connector.sub_connectors[1 if self.config.neighbour_first else 0]
+
+    @property
+    def manager(self) -> Any:
+        """What the scheduler half of the connector under test talks to, or None."""
+        half = getattr(self.connector, "connector_scheduler", None)
+        return getattr(half, "manager", None)
 
     def add_request(
         self,
@@ -250,16 +265,10 @@ class Simulation:
         return ok
 
     def leftover_state(self) -> dict[str, int]:
-        """What must be 0 in the end, by name: maps of the scheduler half and its manager, rows nobody gave back."""
+        """What must be 0 in the end, by name: maps of the scheduler half and the layers below, rows in use."""
         half = getattr(self.connector, "connector_scheduler", None) or self.connector
         report = getattr(half, "debug_state", None)
-        state = dict(report()) if report is not None else {}
-        manager = getattr(half, "_manager", None)
-        if manager is not None:
-            stats = manager.get_stats()
-            state |= {name: int(stats.get(name, 0)) for name in MUST_BE_ZERO}
-            state |= {f"manager.{name}": len(getattr(manager, name, ())) for name in ("_requests", "_in_flight")}
-        return state
+        return dict(report()) if report is not None else {}
 
     def may_reuse_id(self, req_id: str) -> bool:
         """Whether a new request may take the id of this finished one (vLLM itself must be done with it)."""
@@ -285,10 +294,18 @@ class Simulation:
         self.copies.no_more_faults()
         self.world.calm()
         self.release_copies()
+        self.tiers.calm()
         self.end_sessions()
         self.run_until_idle(limit, sessions_end=True)
+        self.settle_tiers()
         for checker in self.checkers:
             checker.converged()
+
+    def settle_tiers(self) -> None:
+        """What the last step gave the tiers to do ends, and vLLM's idle poll takes it in."""
+        self.tiers.end_of_step()
+        if self.scheduler.connector is not None:
+            self.scheduler.connector.has_pending_push_work()
 
     def close(self) -> None:
         """Shut both halves down."""
@@ -360,6 +377,7 @@ class Simulation:
         # An id that is in use again was taken over by update_states.
         self.runner.forget(output.finished_req_ids - output.num_scheduled_tokens.keys())
         self.copies.end_of_step()
+        self.tiers.end_of_step()
         step.result = result
 
     def _finish_workers(self, step: Step, result: Any) -> None:
@@ -413,8 +431,13 @@ class Simulation:
 
     def _on_hook(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         self._connector_resets += name == "reset_cache"
+        self._tier_reporter.raise_broken()
         for checker in self.checkers:
             checker.hook(name, args, result)
+
+    def _on_raise(self, name: str, error: Exception) -> None:
+        for checker in self.checkers:
+            checker.hook_raised(name, error)
 
     def _on_io(self, name: str, call: str) -> None:
         raise self.story.violation("no_io", f"{name} on the scheduler thread made the call {call}")

@@ -24,18 +24,21 @@ HOOKS = (
 )
 
 OnHook = Callable[[str, tuple[Any, ...], Any], None]
+OnRaise = Callable[[str, Exception], None]
 OnIo = Callable[[str, str], None]
 
 
-def watch_hooks(connector: Any, on_hook: OnHook, on_io: OnIo) -> None:
+def watch_hooks(connector: Any, on_hook: OnHook, on_raise: OnRaise, on_io: OnIo) -> None:
     """Wrap the hooks of this one instance."""
     for name in HOOKS:
         hook = getattr(connector, name, None)
         if hook is not None:
-            setattr(connector, name, _watched(name, hook, on_hook, on_io))
+            setattr(connector, name, _watched(name, hook, on_hook, on_raise, on_io))
 
 
-def _watched(name: str, hook: Callable[..., Any], on_hook: OnHook, on_io: OnIo) -> Callable[..., Any]:
+def _watched(
+    name: str, hook: Callable[..., Any], on_hook: OnHook, on_raise: OnRaise, on_io: OnIo
+) -> Callable[..., Any]:
     def watched(*args: Any) -> Any:
         found: list[str] = []
         try:
@@ -43,6 +46,9 @@ def _watched(name: str, hook: Callable[..., Any], on_hook: OnHook, on_io: OnIo) 
                 result = hook(*args)
                 if name == "take_events":  # a generator: its body runs while it is read
                     result = list(result)
+        except Exception as error:
+            on_raise(name, error)
+            raise
         finally:
             if found:
                 on_io(name, found[0])

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-KINDS = ("admit", "preempt", "abort", "finish", "load", "store", "reset", "fault")
-RARE = frozenset({"reset", "fault"})  # these need 0.1 % of the steps, the others 1 %
+KINDS = (
+    "admit", "preempt", "abort", "finish", "load", "store", "promotion", "cascade", "reset", "fault", "timeout",
+)  # fmt: skip
+RARE = frozenset({"reset", "fault", "timeout"})  # these need 0.1 % of the steps, the others 1 %
 POOL_FULL_SHARE = 0.3
 
 

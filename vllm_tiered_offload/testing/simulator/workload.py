@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_tiered_offload.testing.simulator.chain import FIRST_TOKEN, VOCAB
+from vllm_tiered_offload.testing.simulator.tier_weather import TierWeather
 
 if TYPE_CHECKING:
     from vllm_tiered_offload.testing.simulator.engine import Simulation
@@ -44,12 +45,14 @@ class Workload:
     rng: random.Random
     rates: Rates = field(default_factory=Rates)
     max_waiting: int = 8
+    weather: TierWeather = field(init=False)
     _roots: list[list[int]] = field(default_factory=list)  # system prompts that conversations begin with
     _conversations: list[Conversation] = field(default_factory=list)
     _open: dict[str, Conversation] = field(default_factory=dict)  # live request -> its conversation
 
     def __post_init__(self) -> None:
         self._roots = [self._tokens(self.rng.randint(4, 40)) for _ in range(4)]
+        self.weather = TierWeather(self.sim.tiers, random.Random(self.rng.random()))
         world = self.sim.world
         world.share, world.failure, world.saves = 0.3, 0.3, 0.2
         if self.sim.config.depth > 1:
@@ -65,6 +68,7 @@ class Workload:
             sim.abort(rng.choice(sorted(sim.live)), while_running=rng.random() < rates.abort_while_running)
         self._continue_sessions()
         self._copies()
+        self.weather.step()
         loading = any(request.status.name == "WAITING_FOR_REMOTE_KVS" for request in sim.live.values())
         if rng.random() < (rates.reset_while_loading if loading else rates.reset):
             self._reset()

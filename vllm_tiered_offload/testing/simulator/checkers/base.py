@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_tiered_offload.contract.jobs import JobResult
 from vllm_tiered_offload.testing.simulator.story import Violation
 
 if TYPE_CHECKING:
     from vllm_tiered_offload.testing.simulator.engine import Simulation, Step
+    from vllm_tiered_offload.testing.simulator.tier_watch import Flight
 
 
 class Checker:
@@ -51,8 +53,40 @@ class Checker:
     def was_reset(self, ok: bool, active: set[str]) -> None:
         """The connector's cache was reset; `ok`: vLLM's own reset succeeded too; `active`: requests with KV then."""
 
+    def hook_raised(self, name: str, error: Exception) -> None:
+        """A hook of the outermost connector's scheduler side raised."""
+
+    def tier_called(self, tier: str, method: str, req_id: str) -> None:
+        """A tier behind is about to be called for a request."""
+
+    def tier_raised(self, tier: str, method: str) -> None:
+        """A tier behind raised."""
+
+    def tier_submitted(self, flight: "Flight") -> None:
+        """A tier behind accepted a job."""
+
+    def tier_late(self, flight: "Flight") -> None:
+        """A tier job's deadline has passed; its result may still come."""
+
+    def tier_ended(self, flight: "Flight", result: JobResult) -> None:
+        """A tier behind gave a job's result. What the hierarchy makes of it comes after this call."""
+
     def converged(self) -> None:
         """The engine is idle, faults are off."""
+
+
+def spy(target: Any, method: str, before: Callable[..., None], after: Callable[..., None] | None = None) -> None:
+    """Wrap one method of one instance: `before(*args)`, the call, `after(result, *args)`."""
+    call = getattr(target, method)
+
+    def spied(*args: Any) -> Any:
+        before(*args)
+        result = call(*args)
+        if after is not None:
+            after(result, *args)
+        return result
+
+    setattr(target, method, spied)
 
 
 class AckCounter:

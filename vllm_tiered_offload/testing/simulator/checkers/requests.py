@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_tiered_offload.testing.simulator.checkers.base import AckCounter, Checker
+from vllm_tiered_offload.contract.jobs import LookupResult, ReqContext
+from vllm_tiered_offload.testing.simulator.checkers.base import AckCounter, Checker, spy
 
 if TYPE_CHECKING:
     from vllm_tiered_offload.testing.simulator.engine import Simulation, Step
@@ -25,8 +26,7 @@ class L1Lifecycle(Checker):
         super().__init__(sim)
         self._known: Counter[str] = Counter()  # on_new_request minus on_request_finished, by request
         self._seen: set[str] = set()
-        half = getattr(sim.connector, "connector_scheduler", None)
-        manager = getattr(half, "manager", None) or getattr(half, "_manager", None)
+        manager = sim.manager
         if manager is not None:
             self._spy(manager, "on_new_request", self._began)
             self._spy(manager, "on_request_finished", self._finished)
@@ -143,38 +143,84 @@ class D7OneReceive(Checker):
 
 
 class V1BoundedWaiting(Checker):
-    """Nobody waits without bound: "ask again" ends within `LIMIT` simulated seconds of a request's first one.
+    """Nobody waits without bound for an answer to "what do you have?".
+
+    RETRY is answered for `retry_timeout` from a request's first lookup at most, HIT_PENDING for `pending_timeout` from
+    the last time that more of the prefix was readable, and for the region `region_timeout` from the first question.
+    A connector whose lookups cannot be seen has `LIMIT` simulated seconds.
 
     Does not check who caused the wait, nor waits that vLLM does not ask about (a full pool).
     """
 
     name = "v1"
-    LIMIT = 5.0  # retry and pending time-outs are 1 s each, a new row restarts the second one
+    LIMIT = 5.0
 
     def __init__(self, sim: "Simulation") -> None:
         super().__init__(sim)
-        self._since: dict[str, float] = {}
+        self._retry = sim.config.setting("retry_timeout", 1.0)
+        self._pending = sim.config.setting("pending_timeout", 1.0)
+        self._region = sim.config.setting("region_timeout", 10.0)
+        self._since: dict[str, float] = {}  # when a request was first told to ask again, since its last answer
+        self._first: dict[str, float] = {}  # its first lookup
+        self._progress: dict[str, tuple[int, float]] = {}  # readable chunks, when they became so many
+        self._stopped_by: dict[str, LookupResult] = {}  # what ended the prefix of its lookup in this pass
+        self._region_asked: float | None = None
+        if hasattr(sim.manager, "lookup"):
+            spy(sim.manager, "lookup", lambda *_args: None, self._looked_up)
+
+    def _looked_up(self, results: list[LookupResult], _keys: Any, ctx: ReqContext) -> None:
+        now = self.sim.clock()
+        self._first.setdefault(ctx.req_id, now)
+        hits = next((i for i, result in enumerate(results) if result is not LookupResult.HIT), len(results))
+        if hits > self._progress.get(ctx.req_id, (-1, 0.0))[0]:
+            self._progress[ctx.req_id] = (hits, now)
+        if hits < len(results):
+            self._stopped_by[ctx.req_id] = results[hits]
 
     def hook(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         if name != "get_num_new_matched_tokens":
             return
         req_id = args[0].request_id
+        reason = self._stopped_by.pop(req_id, None)
         if result[0] is not None:
             self._since.pop(req_id, None)
-        elif self.sim.clock() - self._since.setdefault(req_id, self.sim.clock()) > self.LIMIT:
-            raise self.broken(f"asked again for more than {self.LIMIT} s", req_id)
+            self._progress.pop(req_id, None)
+            return
+        since = self._since.setdefault(req_id, self.sim.clock())
+        self._check(req_id, reason, since)
+
+    def _check(self, req_id: str, reason: LookupResult | None, since: float) -> None:
+        limit = self.LIMIT
+        if reason is LookupResult.RETRY:
+            limit, since = self._retry, self._first[req_id]
+        elif reason is LookupResult.HIT_PENDING:
+            limit, since = self._pending, self._progress[req_id][1]
+        elif hasattr(self.sim.manager, "lookup") and self.sim.config.neighbour is None:
+            if self._region_asked is None:
+                self._region_asked = self.sim.clock()
+            limit, since = self._region, self._region_asked
+        if self.sim.clock() - since > limit:
+            raise self.broken(f"asked again for more than {limit} s ({reason})", req_id)
+
+    def added(self, request: Any) -> None:
+        self._forget(request.request_id)
 
     def ended(self, request: Any) -> None:
-        self._since.pop(request.request_id, None)
+        self._forget(request.request_id)
+
+    def _forget(self, req_id: str) -> None:
+        for known in (self._since, self._first, self._progress, self._stopped_by):
+            known.pop(req_id, None)
 
 
 class V5NothingLeft(Checker):
     """Once the workload stopped and faults are off, nothing is pending and nothing is left.
 
-    No push work, no block in use, no request held by vLLM, no copy waiting, every map of the scheduler half empty.
+    No push work, no block in use, no request held by vLLM, no copy or tier job waiting, every map of the scheduler half
+    and of the layers below empty, no row pinned or orphaned.
     (That the engine gets there at all within a bounded number of steps is `Simulation.run_until_idle`.)
 
-    Does not check the worker half's maps or the tier's rows.
+    Does not check the worker half's maps, nor what the tiers behind keep for themselves.
     """
 
     name = "v5"
@@ -188,6 +234,7 @@ class V5NothingLeft(Checker):
             "device blocks in use": in_use,
             "requests": len(sim.scheduler.requests),
             "waiting copies": len(sim.copies),
+            "waiting tier jobs": len(sim.tiers),
             **sim.leftover_state(),
         }
         left = {name: size for name, size in left.items() if size}

@@ -2,11 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_tiered_offload.contract.jobs import JobResult
 from vllm_tiered_offload.contract.messages import DeviceJob
 from vllm_tiered_offload.testing.simulator.checkers.base import AckCounter, Checker
 
 if TYPE_CHECKING:
     from vllm_tiered_offload.testing.simulator.engine import Simulation, Step
+    from vllm_tiered_offload.testing.simulator.tier_watch import Flight
 
 
 def rows_of(job: DeviceJob) -> set[int]:
@@ -20,7 +22,7 @@ class D4RowReuse(Checker):
     A store must not go to a row that a pending store or load uses, a load must not read a row that a pending store
     fills. Pending means: in a message, not yet acknowledged by every rank in a processed report.
 
-    Does not check rows of secondary tiers and peers, whose jobs are not in these messages.
+    Does not check jobs of the tiers behind (D4TierRows does) and of peers: they are not in these messages.
     """
 
     name = "d4"
@@ -60,8 +62,9 @@ class D4RowReuse(Checker):
 class D8ReadableRows(Checker):
     """Only readable rows are loaded, and exactly as many tokens as were promised.
 
-    A row is readable once the store into it was acknowledged by every rank without an error. When vLLM allocated N
-    external tokens for us, the same step's message has a load of exactly N tokens for that request.
+    A row is readable once the store into it was acknowledged by every rank without an error, or a promotion into it
+    ended well and in time. When vLLM allocated N external tokens for us, the same step's message has a load of exactly
+    N tokens for that request.
 
     Does not check that an answer given without allocation (the pool was full) was pinned, only that no wrong load
     follows from it.
@@ -91,6 +94,14 @@ class D8ReadableRows(Checker):
             self._readable -= rows_of(job)
             self._stores[job.job_id] = rows_of(job)
 
+    def tier_submitted(self, flight: "Flight") -> None:
+        if flight.job.is_promotion:
+            self._readable -= flight.rows
+
+    def tier_ended(self, flight: "Flight", result: JobResult) -> None:
+        if flight.job.is_promotion and not flight.late:
+            self._readable |= flight.rows_of(result.successful_keys)
+
     def _check_load(self, job: DeviceJob, promised: int, cancelled: bool) -> None:
         tokens = sum(len(transfer.device_block_ids) for transfer in job.transfers) * self.sim.config.block_size
         if tokens != promised and not cancelled:
@@ -109,13 +120,13 @@ class D8ReadableRows(Checker):
 class L6Reset(Checker):
     """Nothing stored before a reset is served after it, and what was active then offers nothing until it restarts.
 
-    A load planned after a reset must not read a row whose last store was planned before it. A request that had KV at
-    the reset stores nothing until it is looked up again without device hits (they may be stale while vLLM's own reset
-    failed); a request that had finished before it stores nothing at all. A load in flight at the reset must not end
-    well in a batch that was scheduled after it.
+    A load planned after a reset must not read a row whose last store or promotion was planned before it. A request
+    that had KV at the reset stores nothing until it is looked up again without device hits (they may be stale while
+    vLLM's own reset failed); a request that had finished before it stores nothing at all. A load in flight at the reset
+    must not end well in a batch that was scheduled after it.
 
-    Does not check what a restarted process would find (nothing outlives it yet), nor a stale block that a request of
-    another connector brings in.
+    Does not check what a restarted process would find, nor what a tier behind kept over the reset (the bytes show it
+    once the weights are new), nor a stale block that a request of another connector brings in.
     """
 
     name = "l6"
@@ -155,6 +166,10 @@ class L6Reset(Checker):
         self._device_cache_suspect = not ok
         self._cancelled |= self._loads
         self._last_batch = self._batch
+
+    def tier_submitted(self, flight: "Flight") -> None:
+        if flight.job.is_promotion:
+            self._row_age.update(dict.fromkeys(flight.rows, self._resets))
 
     def reported(self, step: "Step") -> None:
         for job_id, ack in (step.report.acks if step.report is not None else {}).items():
