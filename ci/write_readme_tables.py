@@ -1,14 +1,18 @@
-"""Write the setting tables of README.md from the code: `python ci/write_readme_tables.py` (`--check` only compares)."""
+"""Write the tables of README.md and docs/ that come from the code: `python ci/write_readme_tables.py`.
+
+`--check` only compares.
+"""
 
 import sys
 from pathlib import Path
 
 from pydantic import BaseModel
 
+from vllm_tiered_offload.contract.lifecycle import TRANSITIONS, Event, Phase
 from vllm_tiered_offload.settings import settings_table
 from vllm_tiered_offload.tiers.fs.settings import FsTierSettings
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def table(rows: list[tuple[str, str, str]]) -> str:
@@ -34,14 +38,34 @@ def between(text: str, name: str, content: str) -> str:
     return f"{head}{begin}{content}\n{end}{tail}"
 
 
-def written(text: str) -> str:
-    """README's text with its tables as the code has them now."""
-    text = between(text, "settings", table(settings_table()))
-    return between(text, "fs", table(block_rows(FsTierSettings)))
+def lifecycle() -> str:
+    """The lifecycle table; an empty cell is an event that breaks the contract."""
+    lines = [f"| | {' | '.join(event.value for event in Event)} |", f"|---|{'---|' * len(Event)}"]
+    for phase in Phase:
+        cells = [TRANSITIONS.get((phase, event)) for event in Event]
+        lines.append(f"| **{phase.value}** | {' | '.join(cell.value if cell else '' for cell in cells)} |")
+    return "\n".join(lines)
+
+
+# file -> marker -> what stands between its begin and its end
+TABLES = {
+    ROOT / "README.md": {"settings": table(settings_table()), "fs": table(block_rows(FsTierSettings))},
+    ROOT / "docs" / "architecture.md": {"lifecycle": lifecycle()},
+}
+
+
+def main() -> int:
+    for path, tables in TABLES.items():
+        now = text = path.read_text()
+        for name, content in tables.items():
+            text = between(text, name, content)
+        if "--check" not in sys.argv[1:]:
+            path.write_text(text)
+        elif text != now:
+            print(f"{path.name} has old tables: python ci/write_readme_tables.py", file=sys.stderr)
+            return 1
+    return 0
 
 
 if __name__ == "__main__":
-    now = README.read_text()
-    if "--check" in sys.argv[1:]:
-        sys.exit(0 if written(now) == now else "README.md's setting tables are old: python ci/write_readme_tables.py")
-    README.write_text(written(now))
+    sys.exit(main())
