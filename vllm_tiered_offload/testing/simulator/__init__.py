@@ -8,11 +8,13 @@ model. The runner keeps KV in real CPU tensors. Each slot holds bytes derived fr
 and from the weight epoch; a step reads every slot that it would attend to and compares all bytes. So a block with
 another position's, another request's, another rank's or an older weight version's bytes cannot go unnoticed.
 
-Copies run when the simulation says so (`CopyControl`), in any order, and can be made to fail; so do the jobs of the tiers
-behind the CPU tier (`TierControl`), which are in-memory tiers over the engine's real region rows, made by the connector
+Copies run when the simulation says so (`CopyControl`), in any order, and can be made to fail. So do the jobs of the
+tiers behind the CPU tier (`TierControl`): in-memory tiers over the engine's real region rows, made by the connector
 from its settings. Time is a `ManualClock`.
+
 `Checker`s watch the messages between the halves, vLLM's block pool, the connector's hooks and the border between each
-guard and its tier (`TierWatch`) from outside, one per invariant of DESIGN. A broken invariant raises `Violation` with the story of the request.
+guard and its tier (`TierWatch`) from outside, one per invariant of DESIGN. A broken invariant raises `Violation` with
+the story of the request.
 
 A run is chaos first (`Workload`), then the faults stop and everything must converge to an empty state.
 

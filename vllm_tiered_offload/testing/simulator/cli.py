@@ -65,10 +65,10 @@ def _run_all(options: argparse.Namespace) -> list[tuple[Totals, list[Failure]]]:
 
 def _run_one(work: tuple[int, int, tuple[str, str] | None, bool, int | None]) -> tuple[Totals, list[Failure]]:
     seed, steps, connector, quiet, episode = work
-    # Failing copies and refused resets are the point here: not worth a line each.
+    # Failing copies, refused resets and tiers that are switched off are the point here: not worth a line each.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    for name in ("vllm", "vllm_tiered_offload"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    logging.getLogger("vllm_tiered_offload").setLevel(logging.CRITICAL)
     return run_seed(seed, steps, connector, _silent if quiet else _say, episode)
 
 
