@@ -490,6 +490,35 @@ def test_prefix_hits_are_touched_once_an_admission() -> None:
     assert [len(keys) for keys in half.manager.touched if keys] == [4]
 
 
+def test_one_load_serves_all_who_wait_for_the_same_prefix() -> None:
+    """Case 29: fifty requests on one prefix, device empty: one load; the others find it on the device afterwards.
+
+    Mutation: without the question to `is_loading` every request is answered (16, True).
+    """
+    half = Half()
+    stored_and_resident(half, "warm", 17)
+    first = half.add("first", 17)
+    assert half.ask(first) == (16, True)
+    half.allocate(first, 16, external=16)
+    others = [half.add(f"other{index}", 17) for index in range(49)]
+    assert {half.ask(other) for other in others} == {(None, False)}
+    half.ack(half.step())
+    assert half.ask(others[0], local=16) == (0, False)
+    assert half.ask(others[1]) == (16, True)  # pushed out again meanwhile: it may load for itself
+
+
+def test_waiting_for_another_load_is_bounded() -> None:
+    """V1: the load hangs; the other request starts one of its own."""
+    half = Half()
+    stored_and_resident(half, "warm", 17)
+    first, other = half.add("first", 17), half.add("other", 17)
+    assert half.ask(first) == (16, True)
+    half.allocate(first, 16, external=16)
+    assert half.ask(other) == (None, False)
+    half.clock.advance(1.0)
+    assert half.ask(other) == (16, True)
+
+
 class BrokenManagerError(RuntimeError):
     pass
 

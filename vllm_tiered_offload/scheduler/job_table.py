@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from vllm_tiered_offload.contract.jobs import PreparedLoad, PreparedStore
+from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.messages import JobAck
 from vllm_tiered_offload.scheduler.request_state import RequestState
 from vllm_tiered_offload.scheduler.views import BlockView
@@ -35,6 +36,7 @@ class JobTable:
         self.num_ranks = 1
         self._next_id = 1
         self._jobs: dict[int, JobRecord] = {}  # submitted or queued, not yet acknowledged by every rank
+        self._loading: dict[OffloadKey, int] = {}  # loads in _jobs by key, all > 0
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -56,7 +58,19 @@ class JobTable:
         self._next_id += 1
         self._jobs[record.job_id] = record
         state.jobs.add(record.job_id)
+        loading = self._loading
+        for key in load.keys if load is not None else ():
+            loading[key] = loading.get(key, 0) + 1
         return record
+
+    def is_loading(self, key: OffloadKey) -> bool:
+        """Whether a load of `key` is in flight, for whatever request."""
+        return key in self._loading
+
+    @property
+    def num_loading(self) -> int:
+        """Keys of loads in flight."""
+        return len(self._loading)
 
     def acknowledge(self, acks: Mapping[int, JobAck]) -> list[JobRecord]:
         """Count acknowledgements; the jobs that ended with them, in order of their ids (loads and stores alike)."""
@@ -75,6 +89,11 @@ class JobTable:
         """Take a job out of the table."""
         record = self._jobs.pop(job_id)
         record.state.jobs.discard(job_id)
+        loading = self._loading
+        for key in record.load.keys if record.load is not None else ():
+            loading[key] -= 1
+            if not loading[key]:
+                del loading[key]
         return record
 
     def any_within_deadline(self, now: float) -> bool:

@@ -38,7 +38,7 @@ from vllm_tiered_offload.contract.seams import Clock, monotonic
 from vllm_tiered_offload.scheduler.block_pins import BlockPins
 from vllm_tiered_offload.scheduler.job_table import JobRecord, JobTable
 from vllm_tiered_offload.scheduler.load_planner import plan_load, tokens_by_medium
-from vllm_tiered_offload.scheduler.lookup_planner import loadable_tokens, lookup_range, readable_prefix
+from vllm_tiered_offload.scheduler.lookup_planner import Prefix, loadable_tokens, lookup_range, readable_prefix
 from vllm_tiered_offload.scheduler.request_state import ChunkKeys, FinalStore, RequestState, Reservation
 from vllm_tiered_offload.scheduler.scheduler_stats import SchedulerStats
 from vllm_tiered_offload.scheduler.store_planner import (
@@ -205,7 +205,10 @@ class OffloadingConnectorScheduler:
         results = self._manager.lookup(keys, state.ctx)
         self._note_found(state, chunks.first, keys, results)
         prefix = readable_prefix(results)
-        if state.wait.should_wait(prefix, self._clock(), self._settings.retry_timeout, self._settings.pending_timeout):
+        # Somebody else is loading this very prefix: soon it is a device hit, and one load serves everybody.
+        shared = bool(keys) and self._jobs.is_loading(keys[0])
+        reason = Prefix(prefix.hits, LookupResult.HIT_PENDING) if shared else prefix
+        if state.wait.should_wait(reason, self._clock(), self._settings.retry_timeout, self._settings.pending_timeout):
             return ASK_AGAIN
         state.wait.answered()
         tokens = loadable_tokens(chunks, prefix.hits, num_computed_tokens, chunk_tokens, self._settings.min_load_tokens)
@@ -265,8 +268,7 @@ class OffloadingConnectorScheduler:
         """The request starts with a prefix hit: it offers what comes after, and uses what came before (V6)."""
         prefix_chunks = (state.local_tokens + num_external_tokens) // self._shape.chunk_tokens
         state.admitted(prefix_chunks)
-        if prefix_chunks:
-            self._manager.touch(state.keys[0].slice(0, prefix_chunks), state.ctx)
+        self._manager.touch(state.keys[0].slice(0, prefix_chunks), state.ctx)
 
     def _start_load(self, state: RequestState, tables: BlockTables, num_external_tokens: int) -> bool:
         """Turn the reservation into a load job; False if it does not cover what vLLM waits for."""
@@ -556,6 +558,7 @@ class OffloadingConnectorScheduler:
             "finishing": len(self._finishing),
             "reserving": len(self._reserving),
             "jobs": len(self._jobs),
+            "loading": self._jobs.num_loading,
             "pinned_blocks": self._pins.num_blocks,
             "unsent": len(self._message.loads) + len(self._message.stores),
             "noted_events": self._events.num_held if self._events is not None else 0,

@@ -146,7 +146,8 @@ class V1BoundedWaiting(Checker):
     """Nobody waits without bound for an answer to "what do you have?".
 
     RETRY is answered for `retry_timeout` from a request's first lookup at most, HIT_PENDING for `pending_timeout` from
-    the last time that more of the prefix was readable, and for the region `region_timeout` from the first question.
+    the last time that more of the prefix was readable, a load of the same prefix by another request likewise, and for
+    the region `region_timeout` from the first question.
     A connector whose lookups cannot be seen has `LIMIT` simulated seconds.
 
     Does not check who caused the wait, nor waits that vLLM does not ask about (a full pool).
@@ -174,8 +175,7 @@ class V1BoundedWaiting(Checker):
         hits = next((i for i, result in enumerate(results) if result is not LookupResult.HIT), len(results))
         if hits > self._progress.get(ctx.req_id, (-1, 0.0))[0]:
             self._progress[ctx.req_id] = (hits, now)
-        if hits < len(results):
-            self._stopped_by[ctx.req_id] = results[hits]
+        self._stopped_by[ctx.req_id] = results[hits] if hits < len(results) else LookupResult.HIT
 
     def hook(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         if name != "get_num_new_matched_tokens":
@@ -193,7 +193,7 @@ class V1BoundedWaiting(Checker):
         limit = self.LIMIT
         if reason is LookupResult.RETRY:
             limit, since = self._retry, self._first[req_id]
-        elif reason is LookupResult.HIT_PENDING:
+        elif reason is not None:  # HIT_PENDING, or what is readable is being loaded for another request (case 29)
             limit, since = self._pending, self._progress[req_id][1]
         elif hasattr(self.sim.manager, "lookup") and self.sim.config.neighbour is None:
             if self._region_asked is None:
