@@ -3,6 +3,7 @@
 What tier authors may import is exported here. Importing this package imports neither vLLM nor torch.
 """
 
+from vllm_tiered_offload.contract.fingerprint import Fingerprint
 from vllm_tiered_offload.contract.geometry import GroupGeometry, RegionGeometry
 from vllm_tiered_offload.contract.jobs import (
     JobMetadata,
@@ -26,6 +27,7 @@ from vllm_tiered_offload.contract.managers import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Fingerprint",
     "GroupGeometry",
     "JobMetadata",
     "JobResult",

@@ -160,7 +160,11 @@ class PrimaryTier(OffloadingManager):
 
 
 class SecondaryTierManager(ABC):
-    """A medium behind the primary tier. Moves bytes between region rows and itself on its own threads."""
+    """A medium behind the primary tier. Moves bytes between region rows and itself on its own threads.
+
+    on_new_request, on_request_finished, get_finished_jobs and shutdown may come before bind_region, everything else
+    comes after it. A job's `success` is true exactly when every key of it succeeded.
+    """
 
     medium: str
 
@@ -213,7 +217,7 @@ class SecondaryTierManager(ABC):
         """No more submit_store or submit_load for this request. Exactly once."""
 
     def has_pending_work(self) -> bool:
-        """Whether a submitted job has no result yet."""
+        """Whether a submitted job has no result yet. For tests and tools: the hierarchy counts jobs itself."""
         return False
 
     @abstractmethod
