@@ -19,8 +19,7 @@ from typing import Any, Self
 
 import vllm_tiered_offload as vto
 from pydantic import Field
-from vllm_tiered_offload import JobMetadata, JobResult, LookupResult, OffloadKey, ReqContext
-from vllm_tiered_offload.contract.fingerprint import Fingerprint
+from vllm_tiered_offload import Fingerprint, JobMetadata, JobResult, LookupResult, OffloadKey, ReqContext
 from vllm_tiered_offload.settings import Block, ByteSize, validate_block
 
 
