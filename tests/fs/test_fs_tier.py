@@ -32,6 +32,7 @@ from vllm_tiered_offload.contract.jobs import JobMetadata, LookupResult
 from vllm_tiered_offload.settings import SettingsError
 from vllm_tiered_offload.tiers.fs.files import Files
 from vllm_tiered_offload.tiers.fs.lanes import Lane
+from vllm_tiered_offload.tiers.fs.messages import Found
 from vllm_tiered_offload.tiers.fs.owner import host_token
 from vllm_tiered_offload.tiers.fs.tier import FsTier
 
@@ -564,3 +565,33 @@ def test_a_region_of_no_rows_fails_jobs_and_nothing_else(tmp_path: Path) -> None
     tier.submit_load(JobMetadata(1, tuple(keys_of("a", 1)), (0,), True, REQ))
     assert [result.success for result in tier.get_finished_jobs()] == [False]
     assert len(make_rows(0)) == 0
+
+
+def test_a_scan_does_not_bring_back_what_a_load_took_away(tmp_path: Path) -> None:
+    """The scan saw a file, a load found it damaged and removed it, then the scan's message came: it is still gone.
+
+    Mutation: adding every found key makes the store below count as stored without a file.
+    """
+    keys = keys_of("scan", 2)
+    first = Bench(tmp_path)
+    first.store(keys)
+    damaged = first.path(keys[0])
+    damaged.write_bytes(b"\0" * FRAME)
+    second = Bench(tmp_path)
+    assert second.load(keys).successful_keys == (keys[1],)
+    second.tier._inbox.put(Found(0, [(keys[0], FRAME), (keys[1], FRAME)]))
+    second.tier.on_schedule_end()
+    assert second.store(keys).success
+    assert damaged.stat().st_size == FRAME
+    assert second.load(keys).success
+
+
+def test_a_root_that_cannot_be_written_is_said_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before there is a region or a request, once, and on a thread of the tier's."""
+    (tmp_path / "file").write_text("in the way")
+    tier = FsTier.from_settings({"root": str(tmp_path / "file")}, engine_id="e")
+    tier.shutdown()
+    deadline = time.monotonic() + 5
+    while "cannot be written" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert caplog.text.count("cannot be written") == 1

@@ -393,3 +393,24 @@ def test_region_access_opens_aside() -> None:
     gone.start(RegionAnnouncement(1, 99999, 1, RegionGeometry(1, (4096,), 1)))
     assert gone.failed
     assert gone.take() is None
+
+
+def test_chunks_that_a_promotion_may_still_fail_to_bring_are_not_counted_as_stored() -> None:
+    """V3: the request computes on while its promotion is late; what the promotion fails to bring is offered again.
+
+    Mutation: counting keys under promotion as accepted leaves them out of every tier.
+    """
+    h = Hierarchy()
+    h.seed(keys(4))
+    h.manager.on_new_request(A)
+    h.look(keys(4), A)
+    early = h.manager.prepare_store(keys(6), A)
+    assert (early.keys, early.num_accepted) == ((), 0)
+    h.end_pass()
+    h.tier.run_jobs(fail=True)
+    again = h.manager.prepare_store(keys(6), A)
+    assert again.keys == tuple(keys(6))
+    h.manager.complete_store(again)
+    h.manager.on_request_finished(A)
+    h.tier.run_jobs()
+    h.assert_empty()

@@ -26,7 +26,7 @@ class Bench:
     def __init__(self, failures: int = 3) -> None:
         self.clock = ManualClock()
         self.tier = MemoryTier()
-        self.tier._rows = [memoryview(bytearray(8)) for _ in range(4)]
+        self.tier._rows = [memoryview(bytearray(4096)) for _ in range(4)]
         self.guard = TierGuard(self.tier, "memory", GuardLimits(5.0, failures, 10.0), self.clock)
         self.next_id = 0
 
@@ -37,7 +37,7 @@ class Bench:
 
     def fail(self, times: int) -> None:
         for _ in range(times):
-            self.submit()
+            self.submit(load=True)
             self.tier.run_jobs(fail=True)
             self.guard.collect()
 
@@ -97,7 +97,7 @@ def test_failures_in_a_row_switch_the_tier_off_and_a_probe_switches_it_on() -> N
     bench.clock.advance(10.0)
     assert bench.guard.breaker is Breaker.HALF_OPEN
     assert bench.guard.accepts_jobs
-    bench.submit()
+    bench.submit()  # any job is a probe now
     assert not bench.guard.accepts_jobs  # one probe at a time
     bench.tier.run_jobs(fail=True)
     bench.guard.collect()
@@ -108,6 +108,20 @@ def test_failures_in_a_row_switch_the_tier_off_and_a_probe_switches_it_on() -> N
     bench.tier.run_jobs()
     bench.guard.collect()
     assert bench.guard.breaker is Breaker.CLOSED
+
+
+def test_a_medium_that_takes_nothing_is_still_read() -> None:
+    """A full or read-only medium refuses every store; what it has can still be loaded.
+
+    Mutation: counting failed stores towards the breaker switches the tier off.
+    """
+    bench = Bench(failures=3)
+    for _ in range(10):
+        bench.submit()
+        bench.tier.run_jobs(fail=True)
+        bench.guard.collect()
+    assert bench.guard.breaker is Breaker.CLOSED
+    assert bench.guard.counters == {"store_failed": 10}
 
 
 @pytest.mark.parametrize(

@@ -334,6 +334,11 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PreparedStore:
         if not self._may_submit(req_context, "prepare_store"):
             return PreparedStore((), (), 0)
+        self._collect_once()
+        promoting = self._jobs.promoting()
+        if promoting:
+            # A promotion may fail yet: its keys are offered again, or they would be missing in the middle (V3).
+            keys = keys[: next((i for i, key in enumerate(keys) if key in promoting), len(keys))]
         prepared = self.primary.prepare_store(keys, req_context)
         request = self._requests[req_context.req_id]
         if prepared.keys:
@@ -444,7 +449,7 @@ class TieringOffloadingManager(OffloadingManager):
     # ---- the whole hierarchy -----------------------------------------------------------------------------------
 
     def on_schedule_end(self) -> None:
-        self._collect_once()
+        self._collect()
         self._collected = False
         self.primary.on_schedule_end()
         for guard in self._ready:

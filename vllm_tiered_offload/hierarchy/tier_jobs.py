@@ -77,6 +77,15 @@ class TierJobs:
             late.extend(gone.values())
         return ends, late
 
+    def promoting(self) -> set[OffloadKey]:
+        """Keys that a promotion may still bring, or not."""
+        return {
+            key
+            for entry in self._entries.values()
+            if entry.prepared is not None and not entry.abandoned
+            for key in entry.prepared.keys
+        }
+
     def leased_rows(self) -> int:
         """Rows that cascades hold."""
         return sum(len(entry.lease.block_ids) for entry in self._entries.values() if entry.lease is not None)

@@ -206,7 +206,7 @@ class OffloadingConnectorScheduler:
         self._note_found(state, chunks.first, keys, results)
         prefix = readable_prefix(results)
         # Somebody else is loading this very prefix: soon it is a device hit, and one load serves everybody.
-        shared = bool(keys) and self._jobs.is_loading(keys[0])
+        shared = prefix.stop is not LookupResult.RETRY and bool(keys) and self._jobs.is_loading(keys[0])
         reason = Prefix(prefix.hits, LookupResult.HIT_PENDING) if shared else prefix
         if state.wait.should_wait(reason, self._clock(), self._settings.retry_timeout, self._settings.pending_timeout):
             return ASK_AGAIN

@@ -226,8 +226,11 @@ class TierGuard:
         # A part that came through shows that the tier works; single bad blocks are counted by the tier itself.
         if whole or kept:
             self._succeeded()
-        elif not entry.outdated:
+        elif not entry.outdated and (entry.job.is_promotion or entry.is_probe):
             self._failed("job_failed")
+        elif not entry.outdated:
+            # A medium that is full or read-only takes nothing, and what it has can still be loaded.
+            self.counters["store_failed"] += 1
         self._end(JobResult(result.job_id, whole, kept), release=True)
 
     def _end(self, result: JobResult, *, release: bool) -> None:

@@ -11,6 +11,7 @@ Directories are 0700 and files 0600 whatever the umask: they hold users' prompts
 Everything here blocks, and any thread but the scheduler's may call it.
 """
 
+import errno
 import json
 import logging
 import os
@@ -176,9 +177,7 @@ class Namespace:
             remove_file(self.files, f"{directory}/{name}")
 
     def _unwritable(self, error: OSError) -> NamespaceError:
-        fault = classify(error)
-        fault = fault if fault.pauses_stores else Fault.NOT_ALLOWED
-        return NamespaceError(fault, f"{self._root} cannot be written: {error.strerror or error}")
+        return _unwritable(self._root, error)
 
     def _check(self) -> bool:
         """Whether there is a manifest; it is ours then."""
@@ -308,3 +307,19 @@ def collect_private_generations(files: Files, root: str, owner: Owner) -> int:
         except OSError as error:
             logger.info("fs tier: %s was not looked through: %s", path, error)
     return count
+
+
+def try_root(root: str) -> None:
+    """Raise NamespaceError unless `root` is there, or can be made, and takes a file. Leaves no file, even if killed."""
+    try:
+        os.makedirs(root, DIRECTORY_MODE, exist_ok=True)
+        os.close(os.open(root, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE))
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):  # a filesystem without nameless files
+            raise _unwritable(root, error) from error
+
+
+def _unwritable(root: str, error: OSError) -> NamespaceError:
+    fault = classify(error)
+    fault = fault if fault.pauses_stores else Fault.NOT_ALLOWED
+    return NamespaceError(fault, f"{root} cannot be written: {error.strerror or error}")

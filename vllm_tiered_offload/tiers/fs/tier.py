@@ -39,7 +39,7 @@ from vllm_tiered_offload.settings import validate_block
 from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
 from vllm_tiered_offload.tiers.fs.block_io import BlockIo, IoMode
 from vllm_tiered_offload.tiers.fs.counters import LOAD, LOOKUP, STORE, FsCounters
-from vllm_tiered_offload.tiers.fs.faults import Fault
+from vllm_tiered_offload.tiers.fs.faults import Fault, NamespaceError
 from vllm_tiered_offload.tiers.fs.files import Files
 from vllm_tiered_offload.tiers.fs.index import ExpiringKeys, KeyIndex, Reservation
 from vllm_tiered_offload.tiers.fs.jobs import Job, JobTable
@@ -56,7 +56,7 @@ from vllm_tiered_offload.tiers.fs.messages import (
     ScanEnded,
     Stored,
 )
-from vllm_tiered_offload.tiers.fs.namespace import Namespace, collect_private_generations
+from vllm_tiered_offload.tiers.fs.namespace import Namespace, collect_private_generations, try_root
 from vllm_tiered_offload.tiers.fs.settings import FsTierSettings
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class FsTier(SecondaryTierManager):
         self._jobs = JobTable()
         self._counters = FsCounters()
         self._events: list[ResidencyEvent] | None = [] if events else None
-        # What the user has been told, by topic.
+        # What the user has been told, by topic. The one collection that a thread may add to, once, at start.
         self._said: set[object] = set()
         self._paused_until = -inf
         # Counts resets; messages of an older epoch end their jobs and do nothing else.
@@ -144,7 +144,7 @@ class FsTier(SecondaryTierManager):
         Raises SettingsError, one line for each mistake, each beginning with `path`.
         """
         settings = validate_block(FsTierSettings, raw, path)
-        return cls(
+        tier = cls(
             settings,
             engine_id=engine_id,
             events=events,
@@ -152,6 +152,16 @@ class FsTier(SecondaryTierManager):
             files=files,
             clock=clock,
         )
+        if lanes is None:
+            tier._lanes.background.submit(tier._try_root)
+        return tier
+
+    def _try_root(self) -> None:
+        """Say at start what stands in the way of storing. On a thread; stores find out for themselves."""
+        try:
+            try_root(self.settings.root)
+        except NamespaceError as error:
+            self._say_store_trouble(error.fault, str(error))
 
     @property
     def namespace_path(self) -> str:
@@ -356,7 +366,9 @@ class FsTier(SecondaryTierManager):
                 self._on_store_trouble(message.fault, message.problem)
             case Found():
                 for key, size in message.files:
-                    self._index.add(key, size)
+                    # The scan may have seen a file that a load has taken away since.
+                    if key not in self._absent:
+                        self._index.add(key, size)
             case ScanEnded():
                 self._on_scan_ended(message)
 
@@ -382,6 +394,9 @@ class FsTier(SecondaryTierManager):
         if fault is None or not fault.pauses_stores:
             return
         self._paused_until = self._clock() + PAUSE_SECONDS
+        self._say_store_trouble(fault, problem)
+
+    def _say_store_trouble(self, fault: Fault, problem: str | None) -> None:
         if fault is Fault.REFUSED:
             self._say(str(problem))
         else:
