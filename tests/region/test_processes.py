@@ -182,7 +182,7 @@ def test_a_tiny_dev_shm_is_enough(start: Callable[..., Engine]) -> None:
     script = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$@"'
     engine = start("create", "in_service", str(ROWS), wrapper=("unshare", "-m", "sh", "-c", script, "sh"))
     assert engine.intact()
-    dev_shm = Path(f"/proc/{engine.process.pid}/root/dev/shm")
+    dev_shm = Path("/proc", str(engine.process.pid), "root", "dev", "shm")
     assert os.statvfs(dev_shm).f_blocks * os.statvfs(dev_shm).f_frsize == 64 << 10
     assert list(dev_shm.iterdir()) == []
     with HostRegion.open(engine.announcement) as region:
