@@ -327,6 +327,23 @@ def test_failed_load_makes_its_keys_misses() -> None:
     assert len(half.manager.failed) == 2
 
 
+def test_after_a_failed_load_the_request_is_recomputed() -> None:
+    """D7, V1: no second load, whoever's the first was; a preemption ends that.
+
+    Mutation: offering another load lets vLLM wait for ever in a small pool (the simulator's seed 1, episode 36).
+    """
+    half = Half()
+    stored_and_resident(half, "warm", 9)
+    request = half.add("a", 9)
+    assert half.ask(request) == (8, True)
+    half.step()
+    half.inner.update_connector_output(None, failed_req_ids={"a", "somebody else's"})
+    assert half.ask(request) == (0, False)
+    half.preempt(request)
+    half.step()
+    assert half.ask(request) == (8, True)
+
+
 def test_a_promised_load_without_rows_fails_instead_of_hanging() -> None:
     """L7: vLLM waits for a load that we cannot make; the workers report it as failed."""
     half = Half(lifecycle="tolerant")

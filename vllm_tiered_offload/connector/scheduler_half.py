@@ -106,7 +106,7 @@ class SchedulerHalf:
             return
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, TieredOffloadWorkerMetadata) else None
-        self.inner.update_connector_output(report, connector_output.invalid_block_ids)
+        self.inner.update_connector_output(report, connector_output.invalid_block_ids, connector_output.failed_recving)
 
     def request_finished(self, request: Request) -> None:
         if self.inner is not None:

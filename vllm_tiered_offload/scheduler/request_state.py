@@ -81,6 +81,7 @@ class RequestState:
     declines: int = 0  # offers that were not taken in full since the last (re)start
     loaded_from: Mapping[str, int] = field(default_factory=dict)  # medium -> tokens of the last load
     noted_keys: list[OffloadKey] = field(default_factory=list)  # held in the event ledger until the signal
+    load_failed: bool = False  # a load of it failed, whoever's: it is recomputed until it is preempted
     stale: bool = False  # active at a reset: offers nothing until it restarts at 0 computed tokens (L6)
     skipped: bool = False  # an invariant of this request broke: it is not offloaded any more (L7, tolerant)
 

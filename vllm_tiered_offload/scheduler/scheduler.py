@@ -181,7 +181,7 @@ class OffloadingConnectorScheduler:
         state.restart(num_computed_tokens)
         if num_computed_tokens and self._device_cache_suspect:
             state.stale = True
-        if request.skip_reading_prefix_cache or state.skipped or not self._role.loads:
+        if request.skip_reading_prefix_cache or state.skipped or state.load_failed or not self._role.loads:
             return NOTHING
         if not self._region_bound:
             return ASK_AGAIN if self._waiting_for_region() else NOTHING
@@ -420,6 +420,7 @@ class OffloadingConnectorScheduler:
         for req_id in step.preempted_req_ids:
             if req_id in self._requests:
                 self._requests[req_id].written_tokens = 0
+                self._requests[req_id].load_failed = False
         for req_id in step.finished_req_ids:
             if req_id in self._finishing:
                 self._finalise(self._finishing[req_id])
@@ -432,10 +433,24 @@ class OffloadingConnectorScheduler:
         message, self._message = self._message, StepMessage()
         return message
 
-    def update_connector_output(self, report: WorkerReport | None, invalid_block_ids: Collection[int] = ()) -> None:
-        """What the workers did. `invalid_block_ids`: device blocks that another connector failed to fill."""
+    def update_connector_output(
+        self,
+        report: WorkerReport | None,
+        invalid_block_ids: Collection[int] = (),
+        failed_req_ids: Collection[str] = (),
+    ) -> None:
+        """What the workers did.
+
+        `invalid_block_ids`: device blocks that another connector failed to fill. `failed_req_ids`: requests whose
+        load failed, ours or another connector's. They are recomputed, without another load: vLLM 0.32 goes on
+        counting such a request among the prefills that other loads must leave room for, itself included, and in a
+        small pool it would wait for itself for ever.
+        """
         if invalid_block_ids:
             self._distrust_blocks(invalid_block_ids)
+        for req_id in failed_req_ids:
+            if req_id in self._requests:
+                self._requests[req_id].load_failed = True
         if report is None:
             return
         if report.region is not None:
