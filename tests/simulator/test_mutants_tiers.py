@@ -141,7 +141,7 @@ def cascades_are_not_leased(patch: Patch) -> None:
         (open_breaker_is_ignored, ["v4", "bytes"]),
         (waits_for_ever, ["v1"]),
         (evicts_what_it_continues, ["v6"]),
-        (tiers_behind_are_not_reset, ["bytes"]),
+        (tiers_behind_are_not_reset, ["bytes", "v2"]),  # v2: a job from before the reset ends well, for nothing
         (not_polled_while_idle, ["v5", "d4"]),
     ],
 )
