@@ -22,6 +22,7 @@ from vllm_tiered_offload.contract.managers import (
     PrimaryTier,
     ResidencyEvent,
     SecondaryTierManager,
+    StoreOffer,
 )
 
 __version__ = "0.1.0"
@@ -44,5 +45,6 @@ __all__ = [
     "RequestOffloadingContext",
     "ResidencyEvent",
     "SecondaryTierManager",
+    "StoreOffer",
     "__version__",
 ]

@@ -316,6 +316,10 @@ class Ours(Half):
     def num_jobs(meta: Any) -> int:
         return len(meta.message.loads) + len(meta.message.stores)
 
+    @staticmethod
+    def num_rows(meta: Any) -> int:
+        return sum(len(transfer.rows) for job in meta.message.stores for transfer in job.transfers)
+
     def put_on_disk(self, keys: Sequence[OffloadKey]) -> None:
         tier = self.inner.manager.guards[0].tier
         tier.submit_store(JobMetadata(-next(_ids), tuple(keys), tuple(range(len(keys))), False, ReqContext("disk")))
@@ -372,6 +376,10 @@ class InTree(Half):
     @staticmethod
     def num_jobs(meta: Any) -> int:
         return len(meta.load_jobs) + len(meta.store_jobs)
+
+    @staticmethod
+    def num_rows(meta: Any) -> int:
+        return len(meta.store_jobs)
 
     def put_on_disk(self, keys: Sequence[OffloadKey]) -> None:
         tier = self._manager.secondary_tiers[0]

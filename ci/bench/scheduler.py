@@ -261,7 +261,7 @@ class Stores:
         else:
             output = step_output(cached=going_on(requests, blocks), scheduled=scheduled)
         meta = schedule(meter, half, output)
-        assert half.num_jobs(meta) == RUNNING, half.num_jobs(meta)
+        assert half.num_rows(meta) == RUNNING, half.num_rows(meta)
         for request in requests:
             request.status = RequestStatus.RUNNING
             request.num_computed_tokens += b.BLOCK

@@ -39,9 +39,9 @@ class WatchedTier(CpuTier):
         self.calls.append(("finished", req_context.req_id))
         super().on_request_finished(req_context)
 
-    def prepare_store(self, keys, req_context):
-        self.calls.append(("prepare_store", req_context.req_id))
-        return super().prepare_store(keys, req_context)
+    def prepare_stores(self, offers):
+        self.calls += [("prepare_store", ctx.req_id) for _, ctx in offers]
+        return super().prepare_stores(offers)
 
     def prepare_load(self, keys, req_context):
         self.calls.append(("prepare_load", req_context.req_id))
@@ -84,7 +84,8 @@ def test_store_then_load_through_the_manager(strict):
     assert load.keys == tuple(KEYS[:3])
     strict.on_schedule_end()
     strict.complete_load(load, failed_keys=[KEYS[0]])
-    assert strict.lookup(KEYS[:2], R) == [LookupResult.MISS, LookupResult.HIT]
+    assert strict.lookup(KEYS[:1], R) == [LookupResult.MISS]
+    assert strict.lookup(KEYS[1:2], R) == [LookupResult.HIT]
     assert not strict.has_pending_work()
     strict.on_request_finished(R)
     assert strict.primary.calls == [("new", "r"), ("prepare_store", "r"), ("prepare_load", "r"), ("finished", "r")]
@@ -125,11 +126,9 @@ def test_no_offload_call_after_on_request_finished(strict):
     strict.on_request_finished(R)
     for _ in range(2):
         before = list(strict.primary.calls)
-        for call in (strict.prepare_store, strict.prepare_load, strict.lookup, strict.touch):
-            with pytest.raises(
-                InvalidTransition, match=f"request r: submit while signalled.*finish.*<{call.__name__}>"
-            ):
-                call(KEYS, R)
+        for call in ("prepare_store", "prepare_load", "lookup", "touch"):
+            with pytest.raises(InvalidTransition, match=f"request r: submit while signalled.*finish.*<{call}"):
+                getattr(strict, call)(KEYS, R)
         with pytest.raises(InvalidTransition, match="finish"):
             strict.on_request_finished(R)
         assert strict.primary.calls == before
@@ -148,14 +147,14 @@ def test_unknown_request_raises_in_strict_mode(strict):
 
 def test_handle_that_is_not_ours_is_the_tiers_to_judge(strict):
     with pytest.raises(ContractError):
-        strict.complete_store(PreparedStore((KEYS[0],), (0,), 1))
-    strict.complete_store(PreparedStore((), (), 0))
+        strict.complete_store(PreparedStore((KEYS[0],), (0,), [1], [1]))
+    strict.complete_store(PreparedStore((), (), [], []))
 
 
 def test_tolerant_refuses_the_request_once_and_for_all(tolerant, caplog):
     """L7: one warning, a count, no allocation; other requests are untouched.
 
-    Mutation: `allows(SUBMIT)` after `prepare_store` in the manager shows as a "prepare_store" call on the tier.
+    Mutation: `allows(SUBMIT)` after `prepare_stores` in the manager shows as a "prepare_store" call on the tier.
     """
     tolerant.on_new_request(R)
     store = tolerant.prepare_store(KEYS[:1], R)

@@ -14,7 +14,7 @@ from vllm_tiered_offload.contract.jobs import (
     RequestOffloadingContext,
 )
 from vllm_tiered_offload.contract.keys import OffloadKey
-from vllm_tiered_offload.contract.managers import OffloadingManager
+from vllm_tiered_offload.contract.managers import OffloadingManager, StoreOffer
 from vllm_tiered_offload.contract.messages import JobAck, RegionAnnouncement, StepMessage, WorkerReport
 from vllm_tiered_offload.scheduler.scheduler import OffloadingConnectorScheduler, Role
 from vllm_tiered_offload.scheduler.views import GroupShape, StepView
@@ -130,19 +130,26 @@ class RecordingManager(OffloadingManager):
         self.failed.extend(failed_keys)
         self.resident.difference_update(failed_keys)
 
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PreparedStore:
-        self.calls.append(("prepare_store", req_context.req_id))
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> PreparedStore:
         chosen: list[OffloadKey] = []
-        accepted = 0
-        for key in keys:
+        accepted, taken = [], []
+        for keys, req_context in offers:
+            self.calls.append(("prepare_store", req_context.req_id))
+            before = len(chosen)
+            accepted.append(self._choose(keys, chosen))
+            taken.append(len(chosen) - before)
+        rows = tuple(next(self._rows) for _ in chosen)
+        return PreparedStore(tuple(chosen), rows, accepted, taken, self.generation)
+
+    def _choose(self, keys: Sequence[OffloadKey], chosen: list[OffloadKey]) -> int:
+        for index, key in enumerate(keys):
             if key not in self.resident and key not in self.storing:
                 if not self.room:
-                    break
+                    return index
                 self.room -= 1
                 chosen.append(key)
-            accepted += 1
-        self.storing.update(chosen)
-        return PreparedStore(tuple(chosen), tuple(next(self._rows) for _ in chosen), accepted, self.generation)
+                self.storing.add(key)
+        return len(keys)
 
     def complete_store(self, prepared: PreparedStore, failed_keys: Collection[OffloadKey] = ()) -> None:
         self.calls.append(("complete_store", ""))

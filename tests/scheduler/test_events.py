@@ -207,3 +207,16 @@ def test_case_54_with_real_tiers(tmp_path: Path) -> None:
     book.announce(manager.take_events())
     assert len(book) == 0
     manager.shutdown()
+
+
+def test_a_chunk_that_two_requests_complete_in_one_step_is_noted_once() -> None:
+    """Mutation: noting what the whole step stores under each request leaves a hold that nobody ends."""
+    half, book = listening()
+    first, second = half.add("a", 9), half.add("b", 9)
+    for request in (first, second):
+        half.ask(request)
+        half.allocate(request, 9)
+    message = half.step({first: 9, second: 9})
+    assert [len(job.transfers[0].rows) for job in message.stores] == [2]
+    half.ack(message)
+    assert book.num_held == 0

@@ -66,18 +66,18 @@ def test_a_short_hit_is_recomputed() -> None:
 def test_retry_is_bounded_from_the_first_question() -> None:
     """Case 25: also over a preemption, which does not restart the clock."""
     wait = LookupWait()
-    assert wait.should_wait(Prefix(0, RETRY), 10.0, 1.0, 1.0)
+    assert wait.should_wait(0, RETRY, 10.0, 1.0, 1.0)
     wait.answered()
-    assert wait.should_wait(Prefix(0, RETRY), 10.9, 1.0, 1.0)
-    assert not wait.should_wait(Prefix(0, RETRY), 11.0, 1.0, 1.0)
+    assert wait.should_wait(0, RETRY, 10.9, 1.0, 1.0)
+    assert not wait.should_wait(0, RETRY, 11.0, 1.0, 1.0)
 
 
 def test_pending_is_bounded_from_the_last_new_chunk() -> None:
     wait = LookupWait()
-    assert wait.should_wait(Prefix(0, PENDING), 0.0, 1.0, 1.0)
-    assert wait.should_wait(Prefix(1, PENDING), 0.5, 1.0, 1.0)
-    assert wait.should_wait(Prefix(1, PENDING), 1.25, 1.0, 1.0)
-    assert not wait.should_wait(Prefix(1, PENDING), 1.5, 1.0, 1.0)
+    assert wait.should_wait(0, PENDING, 0.0, 1.0, 1.0)
+    assert wait.should_wait(1, PENDING, 0.5, 1.0, 1.0)
+    assert wait.should_wait(1, PENDING, 1.25, 1.0, 1.0)
+    assert not wait.should_wait(1, PENDING, 1.5, 1.0, 1.0)
 
 
 def test_written_tokens_at_finish() -> None:
@@ -85,7 +85,7 @@ def test_written_tokens_at_finish() -> None:
     assert written_at_finish(7, 8, 7, aborted=False) == 7
     assert written_at_finish(8, 8, 8, aborted=False) == 7
     assert written_at_finish(8, 8, 8, aborted=True) == 8
-    assert storable_chunks(7, 2, 4, 4, None) == 1
+    assert storable_chunks(7, 8, 4, None) == 1
 
 
 def test_a_load_that_only_started_proves_nothing() -> None:
@@ -97,6 +97,6 @@ def test_limits() -> None:
     assert offload_limit(False, 10, None) is None
     assert offload_limit(True, 10, None) == 10
     assert offload_limit(True, 10, 6) == 6
-    assert storable_chunks(100, 25, 4, 4, 10) == 2
+    assert storable_chunks(100, 100, 4, 10) == 2
     assert chunks_within_pins(5, 4, 11) == 2
     assert chunks_within_pins(5, 4, -1) == 0

@@ -540,7 +540,7 @@ class BrokenManagerError(RuntimeError):
     pass
 
 
-@pytest.mark.parametrize("method", ["lookup", "prepare_load", "prepare_store"])
+@pytest.mark.parametrize("method", ["lookup", "prepare_load", "prepare_stores"])
 def test_a_broken_manager_costs_the_request_its_offloading(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """L7: tolerant skips the request with a counter; strict raises."""
 
@@ -595,3 +595,50 @@ def test_a_request_of_one_block_is_never_offered_twice() -> None:
     for token in range(3):
         request.append(100 + token)
         assert not half.step({request: 1}).stores
+
+
+def test_what_one_step_stores_is_one_job() -> None:
+    """Blocks of all requests, the last ones of a finished request first; each request's chunks count for itself."""
+    half = Half(room=5)
+    over, first, second = half.add("over", 8), half.add("a", 12, 100), half.add("b", 12, 200)
+    half.ack(half.start(over, 7))
+    over.append(300)
+    over.num_computed_tokens = 8
+    over_block = half.tables["over"][1].block_id
+    half.finish(over, aborted=True)
+    for request in (first, second):
+        half.ask(request)
+        half.allocate(request, 12)
+    message = half.step({first: 12, second: 12})
+    (job,) = message.stores
+    blocks = [block.block_id for name in ("a", "b") for block in half.tables[name]]
+    assert job.transfers[0].device_block_ids == [over_block, *blocks[:3]]
+    half.ack(message)
+    assert half.inner._requests["a"].next_chunk == 3
+    assert half.inner._requests["b"].next_chunk == 0
+    half.finish(first, aborted=True)
+    half.finish(second, aborted=True)
+    half.ack(half.step())
+    half.assert_empty()
+
+
+def test_a_failed_load_of_another_connector_spoils_one_request_of_a_job() -> None:
+    """D1, case 10: the chunks of the others in the same store job count.
+
+    Mutation: failing the whole job leaves nothing resident.
+    """
+    half = Half()
+    good, bad = half.add("good", 9), half.add("bad", 9, 100)
+    for request in (good, bad):
+        half.ask(request)
+        half.allocate(request, 9)
+    message = half.step({good: 9, bad: 9})
+    bad.num_computed_tokens = 0
+    half.inner.update_connector_output(None, {half.tables["bad"][0].block_id}, ())
+    half.ack(message)
+    assert len(half.manager.resident) == 2
+    assert len(half.manager.failed) == 0
+    for request in (good, bad):
+        half.finish(request, aborted=True)
+    half.ack(half.step())
+    half.assert_empty()

@@ -303,14 +303,13 @@ def count_offers(sim: Any, req_id: str) -> list[int]:
     """Sizes of the ranges that the manager is offered for this request from now on."""
     manager = sim.manager
     offers: list[int] = []
-    prepare_store = manager.prepare_store
+    prepare_stores = manager.prepare_stores
 
-    def counted(keys: Any, ctx: Any) -> Any:
-        if ctx.req_id == req_id:
-            offers.append(len(keys))
-        return prepare_store(keys, ctx)
+    def counted(step_offers: Any) -> Any:
+        offers.extend(len(keys) for keys, ctx in step_offers if ctx.req_id == req_id)
+        return prepare_stores(step_offers)
 
-    manager.prepare_store = counted
+    manager.prepare_stores = counted
     return offers
 
 

@@ -37,8 +37,8 @@ def one_chunk_too_many(patch: Patch) -> None:
     patch.setattr(
         scheduler_module,
         "storable_chunks",
-        lambda written, hashes, hash_tokens, chunk_tokens, limit: min(
-            storable(written + chunk_tokens, hashes, hash_tokens, chunk_tokens, limit), hashes
+        lambda written, hashed, chunk_tokens, limit: min(
+            storable(written + chunk_tokens, hashed, chunk_tokens, limit), hashed // chunk_tokens
         ),
     )
 

@@ -67,9 +67,9 @@ def failed_promotions_count(patch: Patch) -> None:
 def failed_keys_tried_again(patch: Patch) -> None:
     look: Method = TieringOffloadingManager._look_behind
 
-    def forgetful(self: Any, keys: Any, results: Any, request: Any) -> None:
+    def forgetful(self: Any, keys: Any, results: Any, request: Any) -> Any:
         request.unreadable.clear()
-        look(self, keys, results, request)
+        return look(self, keys, results, request)
 
     patch.setattr(TieringOffloadingManager, "_look_behind", forgetful)
 
@@ -91,7 +91,9 @@ def open_breaker_is_ignored(patch: Patch) -> None:
 
 def waits_for_ever(patch: Patch) -> None:
     wait: Method = LookupWait.should_wait
-    patch.setattr(LookupWait, "should_wait", lambda self, prefix, now, *_limits: wait(self, prefix, now, 9e9, 9e9))
+    patch.setattr(
+        LookupWait, "should_wait", lambda self, end, stop, now, *_limits: wait(self, end, stop, now, 9e9, 9e9)
+    )
 
 
 def evicts_what_it_continues(patch: Patch) -> None:

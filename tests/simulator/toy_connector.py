@@ -44,7 +44,7 @@ class ToyManager:
 
     def prepare_load(self, keys: Any, ctx: ReqContext) -> None: ...
 
-    def prepare_store(self, keys: Any, ctx: ReqContext) -> None: ...
+    def prepare_stores(self, offers: Any) -> None: ...
 
 
 class ToyConnector(KVConnectorBase_V1, SupportsHMA):
@@ -136,7 +136,7 @@ class ToyConnector(KVConnectorBase_V1, SupportsHMA):
             if self.bug != "no_finish" and self.requests.pop(req_id, None) is not None:
                 self.manager.on_request_finished(ReqContext(req_id))
             if self.bug == "submit_after_finish":
-                self.manager.prepare_store([], ReqContext(req_id))
+                self.manager.prepare_stores([([], ReqContext(req_id))])
             self.stale.discard(req_id)
             self.local.pop(req_id, None)
         for req_id, count in scheduler_output.num_scheduled_tokens.items():
@@ -167,7 +167,7 @@ class ToyConnector(KVConnectorBase_V1, SupportsHMA):
         keys = [key for key, _ in pairs]
         self.storing.update(dict.fromkeys(keys, self.next_job))
         rows = [self._new_row() for _ in keys]
-        self.manager.prepare_store(keys, ReqContext(request.request_id))
+        self.manager.prepare_stores([(keys, ReqContext(request.request_id))])
         self._add(
             "store",
             request.request_id,

@@ -52,7 +52,7 @@ def test_refused(case: str) -> None:
     transfer, text = REFUSED[case]
     with pytest.raises(ValueError, match=text):
         plan_transfer(transfer, BOUNDS)
-    with pytest.raises(ValueError, match="job 5 of request r: "):
+    with pytest.raises(ValueError, match="job 5: "):
         plan_job(DeviceJob(5, "r", [transfer]), BOUNDS)
 
 

@@ -30,7 +30,12 @@ def step_view(output: SchedulerOutput) -> StepView:
 def block_tables_of(kv_cache_manager: Any) -> ResolveBlockTables:
     """A function from request id to its live block tables (vLLM's own lists, not copies)."""
 
+    managers = kv_cache_manager.coordinator.single_type_managers
+    live = managers[0].req_to_blocks if len(managers) == 1 else None
+
     def resolve(req_id: str) -> BlockTables:
+        if live is not None:
+            return (live.get(req_id, ()),)
         tables: BlockTables = kv_cache_manager.get_blocks(req_id).blocks
         return tables
 

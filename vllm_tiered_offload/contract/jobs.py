@@ -4,7 +4,7 @@ Directions: store = device -> CPU tier, cascade = CPU tier -> secondary tier, pr
 load = CPU tier -> device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -19,6 +19,8 @@ class LookupResult(Enum):
     MISS = "miss"
     HIT_PENDING = "hit_pending"  # present, not readable yet: something that will end is filling it
     RETRY = "retry"  # not known yet: the answer is being worked out elsewhere
+
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call
 
 
 class OffloadPolicy(Enum):
@@ -43,21 +45,36 @@ class ReqContext:
     kv_transfer_params: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PreparedStore:
-    """Rows reserved for a store; hand it back to `complete_store` exactly once if `keys` is non-empty.
+    """Rows reserved for the offers of one call; hand it back to `complete_store` exactly once if `keys` is non-empty.
 
-    `keys[i]` goes to row `block_ids[i]`. `num_accepted` counts the leading keys of the request that need no further
-    offer: each is in `keys`, already present, or already being stored. The rest was declined for want of room (V3).
+    `keys[i]` goes to row `block_ids[i]`. `taken[n]` of the keys are of offer n, offers in order. `accepted[n]` counts
+    the leading keys of offer n that need no further offer: each is in `keys`, already present, or already being stored.
+    The rest was declined for want of room (V3).
     """
 
     keys: tuple[OffloadKey, ...]
     block_ids: tuple[int, ...]
-    num_accepted: int
+    accepted: Sequence[int]
+    taken: Sequence[int]
     generation: int = 0
 
+    @property
+    def num_accepted(self) -> int:
+        """Accepted keys of all offers."""
+        return sum(self.accepted)
 
-@dataclass(frozen=True, slots=True)
+    def parts(self) -> Iterator[tuple[OffloadKey, ...]]:
+        """The keys of each offer that has any."""
+        end = 0
+        for count in self.taken:
+            if count:
+                end += count
+                yield self.keys[end - count : end]
+
+
+@dataclass(slots=True, eq=False)
 class PreparedLoad:
     """Rows pinned for a load; hand it back to `complete_load` exactly once if `keys` is non-empty.
 

@@ -5,6 +5,7 @@ submit_store, submit_load) for this request. Completions may still come. Every l
 keeps one `RequestLifecycle` per request and tells it what happens; the table alone decides what is allowed.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -16,6 +17,8 @@ class Phase(Enum):
     FINISHING = "finishing"  # vLLM finished it; its last stores are still being built
     SIGNALLED = "signalled"  # the layer below was told; only completions may come
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call
+
 
 class Event(Enum):
     """What can happen to a request at a layer."""
@@ -24,6 +27,8 @@ class Event(Enum):
     COMPLETE = "complete"  # a store or load ended
     FINISH = "finish"  # vLLM says that the request is over
     SIGNAL = "signal"  # on_request_finished goes to the layer below
+
+    __hash__ = object.__hash__
 
 
 TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
@@ -52,7 +57,12 @@ class RequestLifecycle:
 
     req_id: str
     phase: Phase = Phase.TRACKED
-    history: list[str] = field(default_factory=list)  # the last HISTORY_LIMIT events, oldest first
+    _events: deque[Event | str] = field(default_factory=lambda: deque(maxlen=HISTORY_LIMIT))
+
+    @property
+    def history(self) -> list[str]:
+        """The last HISTORY_LIMIT events, oldest first."""
+        return [event.value if isinstance(event, Event) else event for event in self._events]
 
     def allows(self, event: Event) -> bool:
         """Whether the table has a row for `event` now; changes nothing."""
@@ -60,10 +70,8 @@ class RequestLifecycle:
 
     def advance(self, event: Event) -> None:
         """Follow the table. Raises InvalidTransition and changes nothing when it has no row."""
-        target = TRANSITIONS.get((self.phase, event))
-        if target is None:
-            raise InvalidTransition(self.req_id, self.phase, event, self.history)
-        self.phase = target
-        if len(self.history) >= HISTORY_LIMIT:
-            del self.history[0]
-        self.history.append(event.value)
+        try:
+            self.phase = TRANSITIONS[self.phase, event]
+        except KeyError:
+            raise InvalidTransition(self.req_id, self.phase, event, self.history) from None
+        self._events.append(event)

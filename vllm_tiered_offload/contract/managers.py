@@ -33,6 +33,9 @@ from vllm_tiered_offload.contract.messages import RegionAnnouncement
 
 PRIMARY_MEDIUM = "cpu"
 
+StoreOffer = tuple[Sequence[OffloadKey], ReqContext]
+"""Chunks of one request, in prefix order, that may be stored."""
+
 
 @dataclass(frozen=True, slots=True)
 class ResidencyEvent:
@@ -56,7 +59,10 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:
-        """One result per key, from memory alone. Has no effect on eviction order (see `touch`)."""
+        """One result per key (prefix order), from memory alone. Has no effect on eviction order (see `touch`).
+
+        Nothing behind a MISS or RETRY is of use to the prefix: it may get the same answer without a look.
+        """
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
@@ -71,12 +77,17 @@ class OffloadingManager(ABC):
         """Unpin. `failed_keys` could not be read and are misses from now on (D7). Exactly once per `prepared`."""
 
     @abstractmethod
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PreparedStore:
-        """Reserve rows for the leading part of `keys` (prefix order) that fits, evicting if need be. Submit-side.
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> PreparedStore:
+        """Reserve rows for the leading part of each offer that fits, evicting if need be. Submit-side.
 
-        Keys that are present or being stored get no row and count as accepted. Never evicts a key of this very call,
-        evicts tails before heads, and changes nothing but the reservation when no row can be had (V3, V6).
+        One call for all that a step stores, because a call per request costs more than the answer. Keys that are
+        present or being stored get no row and count as accepted. Never evicts a key of this very call, evicts tails
+        before heads, and changes nothing but the reservation when no row can be had (V3, V6).
         """
+
+    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PreparedStore:
+        """`prepare_stores` for one request."""
+        return self.prepare_stores([(keys, req_context)])
 
     @abstractmethod
     def complete_store(self, prepared: PreparedStore, failed_keys: Collection[OffloadKey] = ()) -> None:

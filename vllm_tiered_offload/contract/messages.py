@@ -1,6 +1,6 @@
 """What travels between the scheduler half and the worker half. Plain data: pickled by vLLM between processes.
 
-A device job moves chunks of one request between device blocks and region rows, and may span KV groups. Each job that a
+A device job moves chunks between device blocks and region rows, and may span KV groups. Each job that a
 worker was told of is acknowledged by every rank exactly once (`WorkerReport.acks`), success or failure.
 """
 
@@ -10,7 +10,7 @@ from vllm_tiered_offload.contract.fingerprint import Fingerprint
 from vllm_tiered_offload.contract.geometry import RegionGeometry
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GroupTransfer:
     """The part of a job that belongs to one KV group.
 
@@ -25,9 +25,12 @@ class GroupTransfer:
     first_sub_block: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeviceJob:
-    """One store or load, as the worker half sees it."""
+    """One store or load, as the worker half sees it.
+
+    A load is one request's, `req_id`. A store carries what one step completed, of any number of requests: it has none.
+    """
 
     job_id: int
     req_id: str

@@ -20,7 +20,7 @@ misses, every later prepare_* is empty, completions and its end are still passed
 """
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +35,7 @@ from vllm_tiered_offload.contract.jobs import (
 )
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.lifecycle import Event, InvalidTransition, Phase, RequestLifecycle
-from vllm_tiered_offload.contract.managers import OffloadingManager, PrimaryTier, ResidencyEvent
+from vllm_tiered_offload.contract.managers import OffloadingManager, PrimaryTier, ResidencyEvent, StoreOffer
 from vllm_tiered_offload.contract.messages import RegionAnnouncement
 from vllm_tiered_offload.contract.seams import Clock, monotonic
 from vllm_tiered_offload.hierarchy.parked import ParkedOffers
@@ -46,6 +46,9 @@ from vllm_tiered_offload.telemetry.metrics import metric_key
 from vllm_tiered_offload.tiers.guard import Breaker, TierGuard
 
 logger = logging.getLogger(__name__)
+
+# An Enum's member costs more to look up than most of what is done with it here.
+_SUBMIT, _COMPLETE = Event.SUBMIT, Event.COMPLETE
 
 # How many requests are remembered after their end, for error texts, and how many unknown ones have had their warning.
 _REMEMBERED = 64
@@ -118,8 +121,8 @@ class TieringOffloadingManager(OffloadingManager):
         # Requests by id, from on_new_request until they are over. An id that is used again takes the place of its
         # predecessor, which then lives on in `_in_flight` alone.
         self._requests: dict[str, _Request] = {}
-        # Handles prepared and not completed, by identity, with their request. In-flight counts are those of this map.
-        self._in_flight: dict[int, tuple[PreparedLoad | PreparedStore, _Request]] = {}
+        # Handles prepared and not completed, with their requests. In-flight counts are those of this map.
+        self._in_flight: dict[PreparedLoad | PreparedStore, Sequence[_Request]] = {}
         # The stories of the last few requests that are over, and "never announced" of ids that were warned about:
         # at most _REMEMBERED of them, oldest first. Diagnostics only.
         self._over: OrderedDict[str, _Request] = OrderedDict()
@@ -130,7 +133,7 @@ class TieringOffloadingManager(OffloadingManager):
     def tracked(self) -> list[str]:
         """Ids of requests that are not over; empty at the end. An id that was used again may occur twice."""
         requests = {id(request): request for request in self._requests.values()}
-        requests |= {id(request): request for _, request in self._in_flight.values()}
+        requests |= {id(request): request for owners in self._in_flight.values() for request in owners}
         return [request.lifecycle.req_id for request in requests.values()]
 
     def leftovers(self) -> dict[str, int]:
@@ -175,7 +178,7 @@ class TieringOffloadingManager(OffloadingManager):
         req_id = req_context.req_id
         known = self._requests.get(req_id)
         if known is not None and known.lifecycle.phase is not Phase.SIGNALLED:
-            self._break_contract(known, "on_new_request", Event.SUBMIT)
+            self._break_contract(known, "on_new_request", _SUBMIT)
             return known.context
         if known is not None:
             self._finalise(known)  # its stores are still in flight; they are not cascaded under the new request's id
@@ -224,16 +227,30 @@ class TieringOffloadingManager(OffloadingManager):
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:
         if not self._may_submit(req_context, "lookup"):
             return [LookupResult.MISS] * len(keys)
-        if not self.guards:
-            return self.primary.lookup(keys, req_context)
-        self._collect_once()
-        results = self.primary.lookup(keys, req_context)
-        if LookupResult.MISS in results:
-            self._look_behind(keys, results, self._requests[req_context.req_id])
+        if self.guards:
+            self._collect_once()
+        # Most prompts are new, and nothing behind a chunk that nobody has, or nobody knows of yet, is of use.
+        results, found = self._ask_everyone(keys[:1], req_context)
+        if not found and (LookupResult.MISS in results or LookupResult.RETRY in results):
+            return results * len(keys)
+        results, found = self._ask_everyone(keys, req_context)
+        if found:
+            self._promote(keys, results, found, self._requests[req_context.req_id])
         return results
 
-    def _look_behind(self, keys: Sequence[OffloadKey], results: list[LookupResult], request: _Request) -> None:
-        """Ask the tiers behind for what the primary one misses, promote what they have; changes `results`."""
+    def _ask_everyone(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> tuple[list[LookupResult], dict[int, TierGuard]]:
+        """The primary tier's answers, RETRY and HIT_PENDING of the tiers behind, and where they have what it misses."""
+        results = self.primary.lookup(keys, req_context)
+        if not self.guards or LookupResult.MISS not in results:
+            return results, {}
+        return results, self._look_behind(keys, results, self._requests[req_context.req_id])
+
+    def _look_behind(
+        self, keys: Sequence[OffloadKey], results: list[LookupResult], request: _Request
+    ) -> dict[int, TierGuard]:
+        """Ask the tiers behind for what the primary one misses: where it is. Changes `results` where it is not."""
         unreadable = request.unreadable
         asked = [
             index
@@ -241,15 +258,14 @@ class TieringOffloadingManager(OffloadingManager):
             if result is LookupResult.MISS and keys[index] not in unreadable
         ]
         if not self._tiers_ready:
-            if self._announcement is None or self._region_access.failed:
-                return
-            for index in asked:
+            hopeless = self._announcement is None or self._region_access.failed
+            for index in () if hopeless else asked:
                 results[index] = LookupResult.RETRY
-            return
+            return {}
         found: dict[int, TierGuard] = {}
         for guard in self.guards:
             asked = self._ask(guard, keys, asked, results, found, request)
-        self._promote(keys, results, found, request)
+        return found
 
     def _ask(
         self,
@@ -281,7 +297,9 @@ class TieringOffloadingManager(OffloadingManager):
     def _promote(
         self, keys: Sequence[OffloadKey], results: list[LookupResult], found: dict[int, TierGuard], request: _Request
     ) -> None:
-        usable = {index: guard for index, guard in found.items() if guard.accepts_jobs}
+        """Start bringing back the prefix that is found, as far as there is room; changes `results`."""
+        open_tiers = [guard for guard in self.guards if guard.accepts_jobs]
+        usable = {index: guard for index, guard in found.items() if guard in open_tiers}
         headroom = max(1, int(self.primary.num_rows * self._limits.promotion_headroom))
         promote = plan_promotion(results, usable, max(0, self.primary.num_unpinned_rows - headroom))
         index_of = {keys[index]: index for index in promote}
@@ -320,34 +338,63 @@ class TieringOffloadingManager(OffloadingManager):
             return PreparedLoad((), ())
         prepared = self.primary.prepare_load(keys, req_context)
         if prepared.keys:
-            request = self._submit(prepared, req_context)
+            request = self._requests[req_context.req_id]
+            request.lifecycle.advance(_SUBMIT)
             request.loads_in_flight += 1
+            self._in_flight[prepared] = (request,)
         return prepared
 
     def complete_load(self, prepared: PreparedLoad, failed_keys: Collection[OffloadKey] = ()) -> None:
-        request = self._complete(prepared)
+        owners = self._complete(prepared)
         self.primary.complete_load(prepared, failed_keys)
-        if request is not None:
+        for request in owners:
             request.loads_in_flight -= 1
             self._settle(request)
 
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PreparedStore:
-        if not self._may_submit(req_context, "prepare_store"):
-            return PreparedStore((), (), 0)
-        self._collect_once()
-        promoting = self._jobs.promoting()
-        if promoting:
-            # A promotion may fail yet: its keys are offered again, or they would be missing in the middle (V3).
-            keys = keys[: next((i for i, key in enumerate(keys) if key in promoting), len(keys))]
-        prepared = self.primary.prepare_store(keys, req_context)
-        request = self._requests[req_context.req_id]
-        if prepared.keys:
-            self._submit(prepared, req_context)
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> PreparedStore:
+        admitted = [self._may_submit(ctx, "prepare_stores") for _, ctx in offers]
+        if not all(admitted):
+            return self._prepare_admitted(offers, admitted)
+        if self.guards:
+            self._collect_once()
+            offers = self._without_promoting(offers)
+        prepared = self.primary.prepare_stores(offers)
+        owners = [self._requests[ctx.req_id] for (_, ctx), taken in zip(offers, prepared.taken, strict=True) if taken]
+        for request in owners:
+            request.lifecycle.advance(_SUBMIT)
             request.stores_in_flight += 1
-        if request.takers and len(prepared.keys) < prepared.num_accepted:
-            stored_now = set(prepared.keys)
-            self._offer_present([key for key in keys[: prepared.num_accepted] if key not in stored_now], request)
+        if owners:
+            self._in_flight[prepared] = owners
+        if self.guards:
+            self._offer_all_present(offers, prepared)
         return prepared
+
+    def _prepare_admitted(self, offers: Sequence[StoreOffer], admitted: Sequence[bool]) -> PreparedStore:
+        """As if the offers that may not submit had been declined."""
+        prepared = self.prepare_stores([offer for offer, good in zip(offers, admitted, strict=True) if good])
+        accepted, taken = iter(prepared.accepted), iter(prepared.taken)
+        prepared.accepted = [next(accepted) if good else 0 for good in admitted]
+        prepared.taken = [next(taken) if good else 0 for good in admitted]
+        return prepared
+
+    def _without_promoting(self, offers: Sequence[StoreOffer]) -> Sequence[StoreOffer]:
+        """A promotion may fail yet: its keys are offered again, or they would be missing in the middle (V3)."""
+        promoting = self._jobs.promoting()
+        if not promoting:
+            return offers
+        return [
+            (keys[: next((i for i, key in enumerate(keys) if key in promoting), len(keys))], ctx)
+            for keys, ctx in offers
+        ]
+
+    def _offer_all_present(self, offers: Sequence[StoreOffer], prepared: PreparedStore) -> None:
+        """Requests that some tier behind wants whole offer it what needs no store, too (L5)."""
+        stored_now: set[OffloadKey] | None = None
+        for (keys, ctx), accepted, taken in zip(offers, prepared.accepted, prepared.taken, strict=True):
+            request = self._requests[ctx.req_id]
+            if request.takers and taken < accepted:
+                stored_now = set(prepared.keys) if stored_now is None else stored_now
+                self._offer_present([key for key in keys[:accepted] if key not in stored_now], request)
 
     def _offer_present(self, keys: Sequence[OffloadKey], request: _Request) -> None:
         """Chunks of a REQUEST_LEVEL request that need no store: cascade what is readable, park what is on its way."""
@@ -371,15 +418,18 @@ class TieringOffloadingManager(OffloadingManager):
 
     def complete_store(self, prepared: PreparedStore, failed_keys: Collection[OffloadKey] = ()) -> None:
         """Count down, cascade first, then finalise (L4)."""
-        request = self._complete(prepared)
+        owners = self._complete(prepared)
         self.primary.complete_store(prepared, failed_keys)
-        failed = set(failed_keys)
-        if request is not None:
+        for request in owners:
             request.stores_in_flight -= 1
-            self._cascade([key for key in prepared.keys if key not in failed], request, self.guards)
-        self._unpark(prepared.keys, failed)
-        if request is not None:
-            self._settle(request)
+        if self.guards:
+            for request, keys in zip(owners, prepared.parts(), strict=False):
+                self._cascade([key for key in keys if key not in failed_keys], request, self.guards)
+        if self._parking:
+            self._unpark(prepared.keys, failed_keys)
+        for request in owners:
+            if request.lifecycle.phase is Phase.SIGNALLED:
+                self._settle(request)
 
     def _cascade(self, keys: Sequence[OffloadKey], request: _Request, takers: Sequence[TierGuard]) -> None:
         """Hand readable chunks to those of `takers` that take jobs; nothing after the request's end (L3)."""
@@ -507,29 +557,25 @@ class TieringOffloadingManager(OffloadingManager):
     def _may_submit(self, req_context: ReqContext, call: str) -> bool:
         """Whether the request may ask and submit now. Runs before anything is allocated (L7)."""
         request = self._requests.get(req_context.req_id)
-        if request is not None and request.lifecycle.allows(Event.SUBMIT):
+        if request is not None and request.lifecycle.allows(_SUBMIT):
             return not request.refused
-        self._break_contract(request or self._find(req_context.req_id), call, Event.SUBMIT)
+        self._break_contract(request or self._find(req_context.req_id), call, _SUBMIT)
         return False
 
-    def _submit(self, prepared: PreparedLoad | PreparedStore, req_context: ReqContext) -> _Request:
-        request = self._requests[req_context.req_id]
-        request.lifecycle.advance(Event.SUBMIT)
-        self._in_flight[id(prepared)] = (prepared, request)
-        return request
-
-    def _complete(self, prepared: PreparedLoad | PreparedStore) -> _Request | None:
-        """Whose handle this is; None for an empty or foreign one, which is the primary tier's to judge."""
-        _, request = self._in_flight.pop(id(prepared), (None, None))
-        if request is not None:
-            request.lifecycle.advance(Event.COMPLETE)
-        return request
+    def _complete(self, prepared: PreparedLoad | PreparedStore) -> Sequence[_Request]:
+        """Whose handle this is; nobody's if it is empty or foreign, which is the primary tier's to judge."""
+        owners = self._in_flight.pop(prepared, ())
+        for request in owners:
+            request.lifecycle.advance(_COMPLETE)
+        return owners
 
     def _find(self, req_id: str) -> _Request:
         """The request by that id, be it over, or a stand-in for one that was never announced."""
         request = self._requests.get(req_id) or self._over.get(req_id)
         if request is None:
-            request = _Request(ReqContext(req_id), RequestLifecycle(req_id, Phase.SIGNALLED, ["never announced"]))
+            request = _Request(
+                ReqContext(req_id), RequestLifecycle(req_id, Phase.SIGNALLED, deque(["never announced"]))
+            )
             self._remember(request)
         return request
 

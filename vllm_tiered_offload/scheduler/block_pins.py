@@ -4,7 +4,6 @@ A pin is taken when the store is planned, before vLLM frees the block, and given
 Pins never exceed a share of the pool; beyond it stores are declined.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 from vllm_tiered_offload.scheduler.views import BlockPoolView, BlockView
@@ -18,7 +17,7 @@ class BlockPins:
         self._pool: BlockPoolView | None = None
         self._limit = 0
         self._blocks: dict[int, BlockView] = {}  # pinned blocks by id; the keys of _pins
-        self._pins: Counter[int] = Counter()  # our references by block id, all > 0
+        self._pins: dict[int, int] = {}  # our references by block id, all > 0
 
     def bind(self, pool: BlockPoolView) -> None:
         """`pool` is the engine's device block pool. One of its blocks is the placeholder and never usable."""
@@ -43,17 +42,23 @@ class BlockPins:
         """Take one reference to each block."""
         assert self._pool is not None
         self._pool.touch(blocks)
+        pins, held = self._pins, self._blocks
         for block in blocks:
-            self._blocks[block.block_id] = block
-            self._pins[block.block_id] += 1
+            block_id = block.block_id
+            held[block_id] = block
+            pins[block_id] = pins.get(block_id, 0) + 1
 
     def unpin(self, blocks: Sequence[BlockView]) -> None:
         """Give one reference back for each block. Tails first: vLLM evicts what was freed first."""
         assert self._pool is not None
+        pins, held = self._pins, self._blocks
         for block in blocks:
-            self._pins[block.block_id] -= 1
-            if not self._pins[block.block_id]:
-                del self._pins[block.block_id], self._blocks[block.block_id]
+            block_id = block.block_id
+            left = pins[block_id] - 1
+            if left:
+                pins[block_id] = left
+            else:
+                del pins[block_id], held[block_id]
         self._pool.free_blocks(blocks[::-1])
 
     def hold_back_memory(self) -> bool:

@@ -4,7 +4,7 @@ A job ends when every rank has acknowledged it, exactly once. Acknowledgements o
 already ended) change nothing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_tiered_offload.contract.jobs import PreparedLoad, PreparedStore
@@ -14,19 +14,23 @@ from vllm_tiered_offload.scheduler.request_state import RequestState
 from vllm_tiered_offload.scheduler.views import BlockView
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class JobRecord:
-    """One store or load. Exactly one of `store` and `load` is set."""
+    """A load of one request, or what one step stores, of any number of them: part i of the handle is `states[i]`'s.
+
+    Exactly one of `store` and `load` is set.
+    """
 
     job_id: int
-    state: RequestState
     deadline: float  # after it the job no longer counts as pending work (V5); what it holds stays held (D4)
+    states: Sequence[RequestState]
     store: PreparedStore | None = None
     load: PreparedLoad | None = None
-    pinned: list[BlockView] = field(default_factory=list)  # device blocks that the store reads
+    pinned: Sequence[BlockView] = ()  # device blocks that the store reads
     acks: int = 0  # ranks that have ended the job
     error: str | None = None  # first failure
     cancelled: bool = False  # a reset made its bytes unwanted
+    distrusted: set[OffloadKey] = field(default_factory=set)  # keys of the store whose bytes must not count (D1)
 
 
 class JobTable:
@@ -44,23 +48,22 @@ class JobTable:
     def __iter__(self) -> Iterator[JobRecord]:
         return iter(self._jobs.values())
 
-    def add(
-        self,
-        state: RequestState,
-        deadline: float,
-        *,
-        store: PreparedStore | None = None,
-        load: PreparedLoad | None = None,
-        pinned: list[BlockView] | None = None,
+    def add_load(self, state: RequestState, load: PreparedLoad, deadline: float) -> JobRecord:
+        """A new job that loads for `state`'s request."""
+        loading = self._loading
+        for key in load.keys:
+            loading[key] = loading.get(key, 0) + 1
+        return self._add(JobRecord(self._next_id, deadline, (state,), load=load))
+
+    def add_store(
+        self, states: Sequence[RequestState], store: PreparedStore, pinned: Sequence[BlockView], deadline: float
     ) -> JobRecord:
-        """A new job of `state`'s request."""
-        record = JobRecord(self._next_id, state, deadline, store, load, pinned or [])
+        """A new job that stores for these requests."""
+        return self._add(JobRecord(self._next_id, deadline, states, store, pinned=pinned))
+
+    def _add(self, record: JobRecord) -> JobRecord:
         self._next_id += 1
         self._jobs[record.job_id] = record
-        state.jobs.add(record.job_id)
-        loading = self._loading
-        for key in load.keys if load is not None else ():
-            loading[key] = loading.get(key, 0) + 1
         return record
 
     def is_loading(self, key: OffloadKey) -> bool:
@@ -88,7 +91,6 @@ class JobTable:
     def remove(self, job_id: int) -> JobRecord:
         """Take a job out of the table."""
         record = self._jobs.pop(job_id)
-        record.state.jobs.discard(job_id)
         loading = self._loading
         for key in record.load.keys if record.load is not None else ():
             loading[key] -= 1

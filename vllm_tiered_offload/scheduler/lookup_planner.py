@@ -4,7 +4,7 @@ The last token of a request is always left to compute, as in vLLM's own prefix c
 prefix taken from a tier then has the very shape of a prefix taken from the device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_tiered_offload.contract.jobs import LookupResult
@@ -40,14 +40,13 @@ class Prefix:
     stop: LookupResult | None
 
 
-def readable_prefix(results: Iterable[LookupResult]) -> Prefix:
-    """Only what is readable now counts as a hit (D8)."""
-    hits = 0
-    for result in results:
-        if result is not LookupResult.HIT:
-            return Prefix(hits, result)
-        hits += 1
-    return Prefix(hits, None)
+def readable_prefix(results: Sequence[LookupResult], before: int = 0) -> Prefix:
+    """Only what is readable now counts as a hit (D8). `before`: readable chunks in front of those asked for."""
+    hit = LookupResult.HIT
+    if results.count(hit) == len(results):
+        return Prefix(before + len(results), None)
+    hits = next(index for index, result in enumerate(results) if result is not hit)
+    return Prefix(before + hits, results[hits])
 
 
 @dataclass(slots=True)
@@ -56,28 +55,49 @@ class LookupWait:
 
     RETRY is bounded from the request's first lookup and is not restarted by a preemption. HIT_PENDING is bounded from
     the last time that a new chunk became readable.
+
+    What was readable before `stop` need not be asked again while the request waits: it is looked at once more when the
+    load is prepared.
     """
 
     first_asked: float | None = None
-    best_hits: int = -1
+    best_end: int = -1  # end of the readable prefix, in chunks of the request
     last_progress: float = 0.0
+    chunks: ChunkRange | None = None  # that the last question was about, while it is not answered
+    stop: Prefix = Prefix(0, None)  # what ended the readable prefix of `chunks`
 
-    def should_wait(self, prefix: Prefix, now: float, retry_timeout: float, pending_timeout: float) -> bool:
-        """Whether to answer "ask again". Records the question."""
+    def resume_at(self, chunks: ChunkRange) -> int:
+        """How many leading ones of `chunks` were readable the last time."""
+        return self.stop.hits if self.chunks == chunks else 0
+
+    def is_stopped_by(self, chunks: ChunkRange, reason: LookupResult) -> bool:
+        """Whether the last question was about `chunks` and ended at one that is `reason`."""
+        return self.chunks == chunks and self.stop.stop is reason
+
+    def note(self, chunks: ChunkRange, prefix: Prefix) -> Prefix:
+        """Remember how far `chunks` are readable."""
+        self.chunks, self.stop = chunks, prefix
+        return prefix
+
+    def should_wait(
+        self, end: int, stop: LookupResult | None, now: float, retry_timeout: float, pending_timeout: float
+    ) -> bool:
+        """Whether to answer "ask again" when chunks up to `end` are readable. Records the question."""
         if self.first_asked is None:
             self.first_asked = now
-        if prefix.hits > self.best_hits:
-            self.best_hits = prefix.hits
+        if end > self.best_end:
+            self.best_end = end
             self.last_progress = now
-        if prefix.stop is LookupResult.RETRY:
+        if stop is LookupResult.RETRY:
             return now - self.first_asked < retry_timeout
-        if prefix.stop is LookupResult.HIT_PENDING:
+        if stop is LookupResult.HIT_PENDING:
             return now - self.last_progress < pending_timeout
         return False
 
     def answered(self) -> None:
         """The request got its answer: a later lookup counts progress anew, but not the first question."""
-        self.best_hits = -1
+        self.best_end = -1
+        self.chunks = None
 
 
 def loadable_tokens(chunks: ChunkRange, hits: int, num_computed_tokens: int, chunk_tokens: int, minimum: int) -> int:

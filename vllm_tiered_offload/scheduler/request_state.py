@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm_tiered_offload.contract.jobs import OffloadPolicy, PreparedLoad, ReqContext
-from vllm_tiered_offload.contract.keys import OffloadKey, make_offload_key
+from vllm_tiered_offload.contract.keys import OffloadKey, group_suffix
 from vllm_tiered_offload.contract.lifecycle import RequestLifecycle
 from vllm_tiered_offload.scheduler.lookup_planner import LookupWait
 from vllm_tiered_offload.scheduler.views import BlockView, GroupShape, RequestView
@@ -22,20 +22,33 @@ class ChunkKeys:
         self._request = request
         self._group_idx = group_idx
         self._per_chunk = shape.hashes_per_chunk
+        self._suffix = group_suffix(group_idx)
         self._keys: list[OffloadKey] = []  # _keys[i] is chunk i's key
+        self._last_hash = b""  # the hash that _keys[-1] was made of
 
     def upto(self, end: int) -> list[OffloadKey]:
         """The keys of chunks [0, end), as far as they are hashed. The list is this object's own: do not change it."""
-        hashes, per_chunk, keys, group = self._request.block_hashes, self._per_chunk, self._keys, self._group_idx
-        end = min(end, len(hashes) // per_chunk)
-        while keys and (
-            len(keys) * per_chunk > len(hashes)
-            or keys[-1] != make_offload_key(hashes[len(keys) * per_chunk - 1], group)
-        ):
-            keys.pop()
-        for chunk in range(len(keys), end):
-            keys.append(make_offload_key(hashes[(chunk + 1) * per_chunk - 1], group))
+        hashes, per_chunk, keys = self._request.block_hashes, self._per_chunk, self._keys
+        made = len(keys) * per_chunk
+        if keys and (made > len(hashes) or hashes[made - 1] != self._last_hash):
+            self._cut()
+            made = len(keys) * per_chunk
+        end = min(end, len(hashes) // per_chunk) * per_chunk
+        if made < end:
+            suffix = self._suffix
+            keys += [OffloadKey(one + suffix) for one in hashes[made + per_chunk - 1 : end : per_chunk]]
+            self._last_hash = hashes[end - 1]
         return keys
+
+    def _cut(self) -> None:
+        """The session went on with other tokens: forget the keys from the first that differs."""
+        hashes, per_chunk, keys = self._request.block_hashes, self._per_chunk, self._keys
+        while keys:
+            last = len(keys) * per_chunk - 1
+            if last < len(hashes) and keys[-1] == hashes[last] + self._suffix:
+                self._last_hash = hashes[last]
+                return
+            keys.pop()
 
     def slice(self, first: int, end: int) -> list[OffloadKey]:
         """The keys of chunks [first, end), as far as they are hashed."""
@@ -51,33 +64,36 @@ class Reservation:
     first_chunk: int  # chunk of prepared.keys[0]
 
 
-@dataclass(slots=True)
-class FinalStore:
-    """The last unstored chunks of a finished request, pinned before vLLM freed them (L2)."""
+@dataclass(slots=True, eq=False)
+class Offer:
+    """Chunks of one request to store, from `first_chunk` on; those up to `end` are due."""
 
+    state: "RequestState"
     first_chunk: int
+    end: int
     keys: list[OffloadKey]
-    blocks: list[BlockView]  # blocks_per_chunk a key, pinned
+    blocks: list[BlockView]  # blocks_per_chunk a key
 
 
 @dataclass(slots=True)
 class RequestState:
-    """One tracked request. It dies when it is signalled and no job of it is in flight, whichever comes last."""
+    """One tracked request. It dies when it is signalled and no job holds it, whichever comes last."""
 
     request: RequestView
     ctx: ReqContext
     params: RequestParams
     policy: OffloadPolicy
     keys: tuple[ChunkKeys, ...]  # one per KV group
+    store_limit: int | None  # the last token that may be stored
     lifecycle: RequestLifecycle
     wait: LookupWait = field(default_factory=LookupWait)
     reservation: Reservation | None = None
-    final: FinalStore | None = None
-    jobs: set[int] = field(default_factory=set)  # ids in the job table
+    final: Offer | None = None  # the last unstored chunks after the end; pinned before vLLM freed the blocks (L2)
     written_tokens: int = 0  # end of the last scheduled step since the last (re)start; see store_planner
     local_tokens: int = 0  # device prefix hit at the last lookup
     next_chunk: int = 0  # chunks before it need no offer any more
     offered_chunks: int = 0  # end of the last offer: a declined range is offered again only beyond it (V3)
+    quiet_until: int = 0  # no offer can be due while fewer tokens are written
     declines: int = 0  # offers that were not taken in full since the last (re)start
     loaded_from: Mapping[str, int] = field(default_factory=dict)  # medium -> tokens of the last load
     noted_keys: list[OffloadKey] = field(default_factory=list)  # held in the event ledger until the signal
@@ -92,6 +108,7 @@ class RequestState:
     def restart(self, num_computed_tokens: int) -> None:
         """vLLM asks for the request's prefix: nothing it computed before holds any more."""
         self.written_tokens = 0
+        self.quiet_until = 0
         self.local_tokens = num_computed_tokens
         self.declines = 0
         if num_computed_tokens == 0:
@@ -102,3 +119,4 @@ class RequestState:
         first = 0 if self.policy is OffloadPolicy.REQUEST_LEVEL else prefix_chunks
         self.next_chunk = first
         self.offered_chunks = first
+        self.quiet_until = 0

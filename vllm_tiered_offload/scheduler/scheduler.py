@@ -19,11 +19,11 @@ Rules that hold throughout:
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from vllm_tiered_offload.contract.jobs import LookupResult, PreparedLoad, ReqContext
+from vllm_tiered_offload.contract.jobs import LookupResult, PreparedLoad, PreparedStore, ReqContext
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.lifecycle import Event, RequestLifecycle
 from vllm_tiered_offload.contract.managers import OffloadingManager
@@ -38,8 +38,14 @@ from vllm_tiered_offload.contract.seams import Clock, monotonic
 from vllm_tiered_offload.scheduler.block_pins import BlockPins
 from vllm_tiered_offload.scheduler.job_table import JobRecord, JobTable
 from vllm_tiered_offload.scheduler.load_planner import plan_load, tokens_by_medium
-from vllm_tiered_offload.scheduler.lookup_planner import Prefix, loadable_tokens, lookup_range, readable_prefix
-from vllm_tiered_offload.scheduler.request_state import ChunkKeys, FinalStore, RequestState, Reservation
+from vllm_tiered_offload.scheduler.lookup_planner import (
+    ChunkRange,
+    Prefix,
+    loadable_tokens,
+    lookup_range,
+    readable_prefix,
+)
+from vllm_tiered_offload.scheduler.request_state import ChunkKeys, Offer, RequestState, Reservation
 from vllm_tiered_offload.scheduler.scheduler_stats import SchedulerStats
 from vllm_tiered_offload.scheduler.store_planner import (
     blocks_of_keys,
@@ -62,6 +68,9 @@ from vllm_tiered_offload.telemetry.events import Announcement, EventLedger
 from vllm_tiered_offload.telemetry.stats import OffloadStats
 
 logger = logging.getLogger(__name__)
+
+# An Enum's member costs more to look up than most of what is done with it here.
+_SUBMIT, _COMPLETE = Event.SUBMIT, Event.COMPLETE
 
 NOTHING: tuple[int, bool] = (0, False)
 ASK_AGAIN: tuple[None, bool] = (None, False)
@@ -95,6 +104,7 @@ class OffloadingConnectorScheduler:
         self._settings = settings
         self._manager = manager
         self._shape = shape
+        self._per_chunk = shape.blocks_per_chunk
         self._role = role
         self._clock = clock
         self._strict = settings.lifecycle == "strict"
@@ -147,6 +157,9 @@ class OffloadingConnectorScheduler:
             params=params,
             policy=policy,
             keys=(ChunkKeys(request, 0, self._shape),),
+            store_limit=offload_limit(
+                self._settings.offload_prompt_only, request.num_prompt_tokens, params.max_offload_tokens
+            ),
             lifecycle=RequestLifecycle(ctx.req_id),
         )
 
@@ -160,7 +173,7 @@ class OffloadingConnectorScheduler:
         self._release_reservation(state)
         with self._contained(state):
             written = written_at_finish(request.num_computed_tokens, request.num_tokens, state.written_tokens, aborted)
-            self._pin_final_chunks(state, self._storable_end(state, written))
+            self._pin_final_chunks(state, written)
 
     def _end_abruptly(self, state: RequestState) -> None:
         """The id of a finishing request is used again before the step that would have reported it."""
@@ -181,7 +194,13 @@ class OffloadingConnectorScheduler:
         state.restart(num_computed_tokens)
         if num_computed_tokens and self._device_cache_suspect:
             state.stale = True
-        if request.skip_reading_prefix_cache or state.skipped or state.load_failed or not self._role.loads:
+        answer = self._answer(state, num_computed_tokens)
+        if answer is not ASK_AGAIN:
+            state.wait.answered()
+        return answer
+
+    def _answer(self, state: RequestState, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if state.request.skip_reading_prefix_cache or state.skipped or state.load_failed or not self._role.loads:
             return NOTHING
         if not self._region_bound:
             return ASK_AGAIN if self._waiting_for_region() else NOTHING
@@ -201,21 +220,20 @@ class OffloadingConnectorScheduler:
         if chunks.empty:
             return NOTHING
         self._stats.count("lookup_tokens_total", state.request.num_tokens - num_computed_tokens)
-        keys = state.keys[0].slice(chunks.first, chunks.end)
-        results = self._manager.lookup(keys, state.ctx)
-        self._note_found(state, chunks.first, keys, results)
-        prefix = readable_prefix(results)
+        prefix = self._readable(state, chunks)
         # Somebody else is loading this very prefix: soon it is a device hit, and one load serves everybody.
-        shared = prefix.stop is not LookupResult.RETRY and bool(keys) and self._jobs.is_loading(keys[0])
-        reason = Prefix(prefix.hits, LookupResult.HIT_PENDING) if shared else prefix
-        if state.wait.should_wait(reason, self._clock(), self._settings.retry_timeout, self._settings.pending_timeout):
+        first_key = state.keys[0].slice(chunks.first, chunks.first + min(prefix.hits, 1))
+        shared = prefix.stop is not LookupResult.RETRY and bool(first_key) and self._jobs.is_loading(first_key[0])
+        reason = LookupResult.HIT_PENDING if shared else prefix.stop
+        limits = self._settings.retry_timeout, self._settings.pending_timeout
+        if state.wait.should_wait(chunks.first + prefix.hits, reason, self._clock(), *limits):
             return ASK_AGAIN
-        state.wait.answered()
         tokens = loadable_tokens(chunks, prefix.hits, num_computed_tokens, chunk_tokens, self._settings.min_load_tokens)
         if not tokens:
             return NOTHING
-        state.lifecycle.advance(Event.SUBMIT)
-        prepared = self._manager.prepare_load(keys[: prefix.hits], state.ctx)
+        state.lifecycle.advance(_SUBMIT)
+        keys = state.keys[0].slice(chunks.first, chunks.first + prefix.hits)
+        prepared = self._manager.prepare_load(keys, state.ctx)
         state.reservation = Reservation(prepared, num_computed_tokens, chunks.first)
         self._reserving[state.req_id] = state
         tokens = loadable_tokens(
@@ -225,6 +243,21 @@ class OffloadingConnectorScheduler:
             self._release_reservation(state)
             return NOTHING
         return tokens, True
+
+    def _readable(self, state: RequestState, chunks: ChunkRange) -> Prefix:
+        """How far the prefix is readable now. A request that was told to ask again goes on where it was stopped."""
+        wait = state.wait
+        begin = wait.resume_at(chunks)
+        first = chunks.first + begin
+        keys = state.keys[0].slice(first, chunks.end)
+        if not keys:
+            return wait.note(chunks, Prefix(begin, None))
+        pending = LookupResult.HIT_PENDING
+        if wait.is_stopped_by(chunks, pending) and self._manager.lookup(keys[:1], state.ctx)[0] is pending:
+            return wait.stop
+        results = self._manager.lookup(keys, state.ctx)
+        self._note_found(state, first, keys, results)
+        return wait.note(chunks, readable_prefix(results, begin))
 
     def _note_found(
         self, state: RequestState, first: int, keys: Sequence[OffloadKey], results: Sequence[LookupResult]
@@ -248,7 +281,7 @@ class OffloadingConnectorScheduler:
         self._reserving.pop(state.req_id, None)
         if reservation.prepared.keys:
             self._manager.complete_load(reservation.prepared)
-        state.lifecycle.advance(Event.COMPLETE)
+        state.lifecycle.advance(_COMPLETE)
 
     def update_state_after_alloc(self, request: RequestView, tables: BlockTables, num_external_tokens: int) -> None:
         """vLLM allocated device blocks. With `num_external_tokens` > 0 it waits for our load of that many tokens."""
@@ -281,7 +314,7 @@ class OffloadingConnectorScheduler:
             return False
         state.reservation = None
         self._reserving.pop(state.req_id, None)
-        record = self._jobs.add(state, self._deadline(), load=reservation.prepared)
+        record = self._jobs.add_load(state, reservation.prepared, self._deadline())
         media = self._manager.hit_media(reservation.prepared.keys, state.ctx)
         state.loaded_from = tokens_by_medium(self._shape, reservation, media, num_external_tokens)
         self._stats.count("loaded_tokens_total", num_external_tokens)
@@ -298,22 +331,12 @@ class OffloadingConnectorScheduler:
         """vLLM waits for a load that cannot be made: the workers report it as a failed receive, and it recomputes."""
         logger.warning("request %s: no rows for the promised load; it is recomputed", state.req_id)
         self._release_reservation(state)
-        state.lifecycle.advance(Event.SUBMIT)
-        record = self._jobs.add(state, self._deadline(), load=PreparedLoad((), ()))
+        state.lifecycle.advance(_SUBMIT)
+        record = self._jobs.add_load(state, PreparedLoad((), ()), self._deadline())
         self._message.loads.append(DeviceJob(record.job_id, state.req_id, []))
         self._message.cancelled_loads.append(record.job_id)
 
     # ---- store -------------------------------------------------------------------------------------------------
-
-    def _storable_end(self, state: RequestState, written_tokens: int) -> int:
-        """End of the chunks of this request that may be stored once `written_tokens` slots are written."""
-        request = state.request
-        limit = offload_limit(
-            self._settings.offload_prompt_only, request.num_prompt_tokens, state.params.max_offload_tokens
-        )
-        return storable_chunks(
-            written_tokens, len(request.block_hashes), self._shape.hash_tokens, self._shape.chunk_tokens, limit
-        )
 
     def _may_store(self, state: RequestState) -> bool:
         return (
@@ -323,23 +346,39 @@ class OffloadingConnectorScheduler:
             and state.declines < self._settings.max_store_offers
         )
 
-    def _offer_scheduled(self, state: RequestState, num_scheduled_tokens: int) -> None:
-        """Offer the chunks that this step completes."""
-        state.written_tokens = state.request.num_computed_tokens + num_scheduled_tokens
-        end = self._storable_end(state, state.written_tokens)
+    def _plan_offer(self, state: RequestState, written_tokens: int, room: int) -> Offer | None:
+        """The chunks that are full once `written_tokens` slots are written, as far as `room` device blocks go."""
+        hashed = len(state.request.block_hashes) * self._shape.hash_tokens
+        chunk_tokens = self._shape.chunk_tokens
+        end = storable_chunks(written_tokens, hashed, chunk_tokens, state.store_limit)
+        full = written_tokens - written_tokens % chunk_tokens
+        # Until the next chunk is full there is nothing to look at, unless hashes of this one are still to come.
+        if hashed >= full:
+            state.quiet_until = full + chunk_tokens
         if end <= state.offered_chunks or not self._may_store(state):
-            return
-        with self._contained(state):
-            first = state.next_chunk
-            count = chunks_within_pins(end - first, self._shape.blocks_per_chunk, self._pins.room)
-            blocks = self._chunk_blocks(state, first, first + count)
-            accepted = self._store(state, first, state.keys[0].slice(first, first + count), blocks) if blocks else 0
-            state.next_chunk = first + accepted
-            state.offered_chunks = end
-            if accepted < end - first:
-                self._declined(state, "device_pins" if accepted == count else "tier_full")
-            else:
-                state.declines = 0
+            return None
+        offer = self._cut_offer(state, end, room)
+        if offer.keys:
+            return offer
+        self._note_accepted(offer, 0)
+        return None
+
+    def _cut_offer(self, state: RequestState, end: int, room: int) -> Offer:
+        """Chunks up to `end`, or as many leading ones as may be pinned and hold nothing but real blocks."""
+        first, per_chunk = state.next_chunk, self._per_chunk
+        fitting = first + chunks_within_pins(end - first, per_chunk, room)
+        blocks = self._chunk_blocks(state, first, fitting)
+        return Offer(state, first, end, state.keys[0].slice(first, first + len(blocks) // per_chunk), blocks)
+
+    def _note_accepted(self, offer: Offer, num_accepted: int) -> None:
+        """`num_accepted` leading chunks of an offer need no further one."""
+        state = offer.state
+        state.next_chunk = offer.first_chunk + num_accepted
+        state.offered_chunks = offer.end
+        if state.next_chunk == offer.end:
+            state.declines = 0
+        else:
+            self._declined(state, "device_pins" if num_accepted == len(offer.keys) else "tier_full")
 
     def _declined(self, state: RequestState, reason: str) -> None:
         state.declines += 1
@@ -348,41 +387,54 @@ class OffloadingConnectorScheduler:
     def _chunk_blocks(self, state: RequestState, first: int, end: int) -> list[BlockView]:
         """Device blocks of chunks [first, end), or as many leading chunks as hold nothing but real blocks."""
         assert self._resolve_blocks is not None
-        per_chunk = self._shape.blocks_per_chunk
-        blocks = list(self._resolve_blocks(state.req_id)[0][first * per_chunk : end * per_chunk])
-        usable = next((i for i, block in enumerate(blocks) if block.is_null), len(blocks))
-        return blocks[: usable // per_chunk * per_chunk]
+        per_chunk = self._per_chunk
+        blocks = list(self._resolve_blocks(state.ctx.req_id)[0][first * per_chunk : end * per_chunk])
+        for index, block in enumerate(blocks):
+            if block.is_null:
+                return blocks[: index // per_chunk * per_chunk]
+        return blocks[: len(blocks) // per_chunk * per_chunk]
 
-    def _store(self, state: RequestState, first: int, keys: Sequence[OffloadKey], blocks: list[BlockView]) -> int:
-        """Offer chunks from `first` on, with their device blocks; how many leading ones need no further offer."""
-        per_chunk = self._shape.blocks_per_chunk
-        keys = keys[: len(blocks) // per_chunk]
-        state.lifecycle.advance(Event.SUBMIT)
-        prepared = self._manager.prepare_store(keys, state.ctx)
-        if not prepared.keys:
-            state.lifecycle.advance(Event.COMPLETE)
-            return prepared.num_accepted
-        chosen = blocks_of_keys(prepared.keys, keys, blocks, per_chunk)
-        self._pins.pin(chosen)
-        record = self._jobs.add(state, self._deadline(), store=prepared, pinned=chosen)
-        transfer = GroupTransfer(0, list(prepared.block_ids), [block.block_id for block in chosen])
-        self._message.stores.append(DeviceJob(record.job_id, state.req_id, [transfer]))
-        if self._events is not None:
-            stored = set(prepared.keys)
-            self._events.hold(state.request, [pair for pair in enumerate(keys, first) if pair[1] in stored])
-        return prepared.num_accepted
-
-    def _pin_final_chunks(self, state: RequestState, end: int) -> None:
-        first = state.next_chunk
-        if end <= first or not self._may_store(state):
+    def _store(self, offers: Sequence[Offer]) -> None:
+        """Offer the chunks of a step to the manager; what it takes becomes one job."""
+        prepared = self._manager.prepare_stores([(offer.keys, offer.state.ctx) for offer in offers])
+        states: list[RequestState] = []
+        blocks: list[BlockView] = []
+        end = 0
+        for offer, accepted, taken in zip(offers, prepared.accepted, prepared.taken, strict=True):
+            self._note_accepted(offer, accepted)
+            if not taken:
+                continue
+            end += taken
+            states.append(offer.state)
+            offer.state.lifecycle.advance(_SUBMIT)
+            keys = prepared.keys[end - taken : end]
+            blocks += blocks_of_keys(keys, offer.keys, offer.blocks, self._per_chunk)
+            if self._events is not None:
+                self._hold_events(self._events, offer, keys)
+        if not states:
             return
-        count = chunks_within_pins(end - first, self._shape.blocks_per_chunk, self._pins.room)
-        blocks = self._chunk_blocks(state, first, first + count)
-        if blocks:
-            keys = state.keys[0].slice(first, first + len(blocks) // self._shape.blocks_per_chunk)
-            self._pins.pin(blocks)
-            state.final = FinalStore(first, keys, blocks)
-        if len(blocks) < (end - first) * self._shape.blocks_per_chunk:
+        self._pins.pin(blocks)
+        record = self._jobs.add_store(states, prepared, blocks, self._deadline())
+        transfer = GroupTransfer(0, list(prepared.block_ids), [block.block_id for block in blocks])
+        self._message.stores.append(DeviceJob(record.job_id, "", [transfer]))
+
+    @staticmethod
+    def _hold_events(events: EventLedger, offer: Offer, keys: Collection[OffloadKey]) -> None:
+        """This request knows the tokens of the chunks that it stores; until the store has ended."""
+        stored = set(keys)
+        chunks = enumerate(offer.keys, offer.first_chunk)
+        events.hold(offer.state.request, [pair for pair in chunks if pair[1] in stored])
+
+    def _pin_final_chunks(self, state: RequestState, written_tokens: int) -> None:
+        hashed = len(state.request.block_hashes) * self._shape.hash_tokens
+        end = storable_chunks(written_tokens, hashed, self._shape.chunk_tokens, state.store_limit)
+        if end <= state.next_chunk or not self._may_store(state):
+            return
+        offer = self._cut_offer(state, end, self._pins.room)
+        if offer.keys:
+            self._pins.pin(offer.blocks)
+            state.final = offer
+        else:
             self._declined(state, "device_pins")
 
     def _drop_final(self, state: RequestState) -> None:
@@ -390,14 +442,18 @@ class OffloadingConnectorScheduler:
         if final is not None:
             self._pins.unpin(final.blocks)
 
+    def _store_contained(self, offers: Sequence[Offer]) -> None:
+        """What raises here is the manager's fault, not one request's: all of them go on without offloading."""
+        try:
+            self._store(offers)
+        except Exception as error:
+            for offer in offers:
+                self._skip(offer.state, error)
+
     def _finalise(self, state: RequestState) -> None:
-        """Build the final store jobs of a finished request, then signal the manager: nothing more is submitted."""
+        """Build the final store job of a finished request, then signal the manager: nothing more is submitted."""
         if state.final is not None:
-            with self._contained(state):
-                # The job takes its own pins, so the blocks stay pinned throughout.
-                accepted = self._store(state, state.final.first_chunk, state.final.keys, state.final.blocks)
-                if accepted < len(state.final.keys):
-                    self._declined(state, "tier_full")
+            self._store_contained([state.final])
         self._signal(state)
 
     def _signal(self, state: RequestState) -> None:
@@ -415,23 +471,42 @@ class OffloadingConnectorScheduler:
 
     def build_connector_meta(self, step: StepView) -> StepMessage:
         """Everything that the workers have to do in this step."""
+        requests = self._requests
         for state in list(self._reserving.values()):
             self._release_reservation(state)
         for req_id in step.preempted_req_ids:
-            if req_id in self._requests:
-                self._requests[req_id].written_tokens = 0
-                self._requests[req_id].load_failed = False
-        for req_id in step.finished_req_ids:
-            if req_id in self._finishing:
-                self._finalise(self._finishing[req_id])
-        requests = self._requests
-        for req_id, num_tokens in step.num_scheduled_tokens.items():
-            scheduled = requests.get(req_id)
-            if scheduled is not None:
-                self._offer_scheduled(scheduled, num_tokens)
+            if req_id in requests:
+                requests[req_id].written_tokens = 0
+                requests[req_id].load_failed = False
+        over = [self._finishing[req_id] for req_id in step.finished_req_ids if req_id in self._finishing]
+        self._store_all(over, step.num_scheduled_tokens)
+        for state in over:
+            self._signal(state)
         self._manager.on_schedule_end()
         message, self._message = self._message, StepMessage()
         return message
+
+    def _store_all(self, over: Sequence[RequestState], num_scheduled_tokens: Mapping[str, int]) -> None:
+        """Store what this step completes: last chunks of requests that are over, and full ones of the others."""
+        offers = [state.final for state in over if state.final is not None]
+        requests, room = self._requests, self._pins.room
+        for req_id, num_tokens in num_scheduled_tokens.items():
+            state = requests.get(req_id)
+            if state is None:
+                continue
+            written = state.written_tokens = state.request.num_computed_tokens + num_tokens
+            if written < state.quiet_until:
+                continue
+            try:
+                offer = self._plan_offer(state, written, room)
+            except Exception as error:
+                self._skip(state, error)
+                continue
+            if offer is not None:
+                offers.append(offer)
+                room -= len(offer.blocks)
+        if offers:
+            self._store_contained(offers)
 
     def update_connector_output(
         self,
@@ -459,20 +534,23 @@ class OffloadingConnectorScheduler:
             self._end_job(record)
 
     def _end_job(self, record: JobRecord) -> None:
-        """Give back all that the job held. The state dies here if it was signalled and this was its last job."""
-        failed = record.error is not None
+        """Give back all that the job held."""
+        failed = record.error is not None and not record.cancelled
         if record.store is not None:
-            self._pins.unpin(record.pinned)
-            self._manager.complete_store(record.store, record.store.keys if failed else ())
-            if self._events is not None:
-                self._events.release(record.store.keys)
+            self._end_store(record, record.store)
         elif record.load is not None and record.load.keys:
-            unreadable = record.load.keys if failed and not record.cancelled else ()
-            self._manager.complete_load(record.load, unreadable)
-        record.state.lifecycle.advance(Event.COMPLETE)
-        if failed and not record.cancelled:
-            kind = "store" if record.store is not None else "load"
-            logger.warning("request %s: %s job %d failed: %s", record.state.req_id, kind, record.job_id, record.error)
+            self._manager.complete_load(record.load, record.load.keys if failed else ())
+        for state in record.states:
+            state.lifecycle.advance(_COMPLETE)
+        if failed:
+            kind = f"load of request {record.states[0].req_id}" if record.load is not None else "store"
+            logger.warning("job %d, a %s, failed: %s", record.job_id, kind, record.error)
+
+    def _end_store(self, record: JobRecord, prepared: PreparedStore) -> None:
+        self._pins.unpin(record.pinned)
+        self._manager.complete_store(prepared, prepared.keys if record.error is not None else record.distrusted)
+        if self._events is not None:
+            self._events.release(prepared.keys)
 
     def _distrust_blocks(self, invalid_block_ids: Collection[int]) -> None:
         """Requests over these blocks computed on garbage: what they store in flight must not count (D1)."""
@@ -484,12 +562,16 @@ class OffloadingConnectorScheduler:
                 state.written_tokens = min(state.written_tokens, valid)
                 state.next_chunk = min(state.next_chunk, valid // self._shape.chunk_tokens)
                 state.offered_chunks = min(state.offered_chunks, state.next_chunk)
-                self._poison_stores(state)
+                state.quiet_until = 0
+                self._distrust_stores(state)
 
-    def _poison_stores(self, state: RequestState) -> None:
+    def _distrust_stores(self, state: RequestState) -> None:
+        """What this request stores attended to device blocks that another connector failed to load."""
         for record in self._jobs:
-            if record.state is state and record.store is not None:
-                record.error = record.error or "attended to device blocks that another connector failed to load"
+            if record.store is not None:
+                for owner, keys in zip(record.states, record.store.parts(), strict=True):
+                    if owner is state:
+                        record.distrusted.update(keys)
 
     # ---- liveness, reset, shutdown -----------------------------------------------------------------------------
 
@@ -537,16 +619,20 @@ class OffloadingConnectorScheduler:
         try:
             yield
         except Exception as error:
-            if self._strict:
-                raise
-            state.skipped = True
-            self._stats.count("lifecycle_violations_total")
-            logger.warning(
-                "request %s is not offloaded any more: %s (set lifecycle to 'strict' to stop at the first one)",
-                state.req_id,
-                error,
-                exc_info=True,
-            )
+            self._skip(state, error)
+
+    def _skip(self, state: RequestState, error: Exception) -> None:
+        """Raises `error` when strict."""
+        if self._strict:
+            raise error
+        state.skipped = True
+        self._stats.count("lifecycle_violations_total")
+        logger.warning(
+            "request %s is not offloaded any more: %s (set lifecycle to 'strict' to stop at the first one)",
+            state.req_id,
+            error,
+            exc_info=True,
+        )
 
     def take_stats(self) -> OffloadStats | None:
         """What was counted since the last call and the gauges that changed, or None where there is nothing to say."""
@@ -560,6 +646,11 @@ class OffloadingConnectorScheduler:
     def num_pinned_blocks(self) -> int:
         """Device blocks that stores in flight or final stores hold."""
         return self._pins.num_blocks
+
+    @property
+    def jobs_in_flight(self) -> Iterable[JobRecord]:
+        """Device jobs that not every rank has acknowledged. For checks."""
+        return self._jobs
 
     @property
     def manager(self) -> OffloadingManager:

@@ -25,13 +25,11 @@ def written_at_finish(num_computed_tokens: int, num_tokens: int, written_tokens:
     return max(0, min(num_computed_tokens, known, written_tokens))
 
 
-def storable_chunks(
-    written_tokens: int, num_hashes: int, hash_tokens: int, chunk_tokens: int, limit_tokens: int | None
-) -> int:
+def storable_chunks(written_tokens: int, hashed_tokens: int, chunk_tokens: int, limit_tokens: int | None) -> int:
     """Full chunks, counted from the start of the request, that are written, hashed and within the request's limit."""
-    tokens = min(written_tokens, num_hashes * hash_tokens)
-    if limit_tokens is not None:
-        tokens = min(tokens, limit_tokens)
+    tokens = hashed_tokens if hashed_tokens < written_tokens else written_tokens
+    if limit_tokens is not None and limit_tokens < tokens:
+        tokens = limit_tokens
     return tokens // chunk_tokens
 
 
@@ -45,15 +43,16 @@ def offload_limit(prompt_only: bool, num_prompt_tokens: int, max_offload_tokens:
 
 def chunks_within_pins(num_chunks: int, blocks_per_chunk: int, room: int) -> int:
     """How many leading chunks may be offered when `room` more device blocks may be pinned (D2)."""
-    return min(num_chunks, max(room, 0) // blocks_per_chunk)
+    fitting = max(room, 0) // blocks_per_chunk
+    return num_chunks if num_chunks < fitting else fitting
 
 
 def blocks_of_keys(
     chosen: Sequence[OffloadKey], keys: Sequence[OffloadKey], blocks: Sequence[BlockView], per_chunk: int
-) -> list[BlockView]:
+) -> Sequence[BlockView]:
     """The device blocks of `chosen`, a subsequence of `keys`; key i has blocks [i * per_chunk, (i + 1) * per_chunk)."""
     if len(chosen) == len(keys):
-        return list(blocks)
+        return blocks
     wanted = iter(chosen)
     want = next(wanted, None)
     picked: list[BlockView] = []

@@ -72,7 +72,7 @@ def plan_job(job: DeviceJob, bounds: PlanBounds) -> tuple[CopyPlan, ...]:
             _refuse_twice("row", np.concatenate([transfer.rows for transfer in job.transfers]))
             _refuse_twice("device block", np.concatenate([plan.device_blocks for plan in plans]))
     except ValueError as error:
-        raise ValueError(f"job {job.job_id} of request {job.req_id}: {error}") from None
+        raise ValueError(f"job {job.job_id}: {error}") from None
     return tuple(plan for plan in plans if plan.num_blocks)
 
 

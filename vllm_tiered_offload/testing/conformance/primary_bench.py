@@ -16,7 +16,7 @@ from vllm_tiered_offload.contract.jobs import (
     RequestOffloadingContext,
 )
 from vllm_tiered_offload.contract.keys import OffloadKey
-from vllm_tiered_offload.contract.managers import Lease, PrimaryTier
+from vllm_tiered_offload.contract.managers import Lease, PrimaryTier, StoreOffer
 from vllm_tiered_offload.testing.conformance.material import keys_of
 
 Handle = PreparedStore | PreparedLoad | Lease
@@ -67,16 +67,26 @@ class PrimaryBench:
 
     def prepare_store(self, keys: Sequence[OffloadKey], req: ReqContext) -> PreparedStore:
         """A reservation that is in order: leading keys, own rows, rows that nobody uses."""
-        prepared = self.tier.prepare_store(keys, req)
+        return self.prepare_stores((keys, req))
+
+    def prepare_stores(self, *offers: StoreOffer) -> PreparedStore:
+        """The same for offers of several requests in one call."""
+        prepared = self.tier.prepare_stores(offers)
         self._check_rows(prepared.keys, prepared.block_ids)
-        assert 0 <= prepared.num_accepted <= len(keys)
-        accepted = list(keys[: prepared.num_accepted])
-        order = [accepted.index(key) for key in prepared.keys if key in accepted]
-        assert len(order) == len(prepared.keys), "a key got a row, but counts as declined"
-        assert order == sorted(order), "keys are not in prefix order"
-        taken = self.rows_in_use & set(prepared.block_ids)
-        assert not taken, f"rows {sorted(taken)} are still used by a load, a store or a lease"
+        assert len(prepared.accepted) == len(prepared.taken) == len(offers), "not one answer for each offer"
+        assert sum(prepared.taken) == len(prepared.keys)
+        parts = iter(prepared.parts())
+        for (keys, _), accepted, taken in zip(offers, prepared.accepted, prepared.taken, strict=True):
+            assert 0 <= accepted <= len(keys)
+            self._check_part(list(keys[:accepted]), next(parts) if taken else ())
+        used = self.rows_in_use & set(prepared.block_ids)
+        assert not used, f"rows {sorted(used)} are still used by a load, a store or a lease"
         return self._enter(prepared)
+
+    def _check_part(self, accepted: list[OffloadKey], chosen: Sequence[OffloadKey]) -> None:
+        order = [accepted.index(key) for key in chosen if key in accepted]
+        assert len(order) == len(chosen), "a key got a row, but counts as declined"
+        assert order == sorted(order), "keys are not in prefix order"
 
     def prepare_load(self, keys: Sequence[OffloadKey], req: ReqContext) -> PreparedLoad:
         """Pins on a leading part of `keys`."""

@@ -109,6 +109,23 @@ class AdmissionTests(PrimaryTierFixtures):
         assert prepared.keys == (keys[1],)
         assert prepared.num_accepted == 3
 
+    def test_several_offers_share_what_fits(self, bench: PrimaryBench, req: ReqContext) -> None:
+        """Each keeps its longest prefix; who comes first is served first."""
+        self._leave(bench, 5)
+        first, second, third = (keys_of(name, 3) for name in ("first", "second", "third"))
+        prepared = bench.prepare_stores((first, req), (second, bench.begin("b")), (third, bench.begin("c")))
+        assert list(prepared.accepted) == [3, 2, 0]
+        assert list(prepared.parts()) == [tuple(first), tuple(second[:2])]
+        bench.complete_store(prepared, [second[0]])
+        assert bench.present([*first, *second]) == [*first, second[1]]
+
+    def test_a_key_of_two_offers_gets_one_row(self, bench: PrimaryBench, req: ReqContext) -> None:
+        """Two requests compute the same prefix in one step."""
+        keys = keys_of("prompt", 3)
+        prepared = bench.prepare_stores((keys, req), (keys, bench.begin("b")), ((), bench.begin("c")))
+        assert prepared.keys == tuple(keys)
+        assert (list(prepared.accepted), list(prepared.taken)) == ([3, 3, 0], [3, 0, 0])
+
     def test_nothing_fits(self, bench: PrimaryBench, req: ReqContext) -> None:
         """Without side effects: the tier is as before."""
         self._leave(bench, 0)

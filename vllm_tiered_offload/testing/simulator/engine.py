@@ -26,6 +26,7 @@ from vllm_tiered_offload.testing.simulator.hooks import watch_hooks
 from vllm_tiered_offload.testing.simulator.messages import step_message, worker_report
 from vllm_tiered_offload.testing.simulator.model_runner import SimModelRunner
 from vllm_tiered_offload.testing.simulator.ranks import BarrierGroup, RankWorker, in_threads
+from vllm_tiered_offload.testing.simulator.store_parts import stores_by_request
 from vllm_tiered_offload.testing.simulator.story import Story
 from vllm_tiered_offload.testing.simulator.tier_reporter import TierReporter
 from vllm_tiered_offload.testing.simulator.tier_watch import TierWatch
@@ -43,6 +44,7 @@ class Step:
     message: StepMessage  # ours inside it; empty when the connector under test sent none
     allocated: list[int]  # device blocks that the pool handed out while this step was scheduled
     pool_full: bool  # no free block, or an allocation failed
+    stores: list[DeviceJob]  # the message's stores, request by request
     result: Any = None  # vLLM's ModelRunnerOutput of all ranks, once executed
     rank_outputs: list[Any] = field(default_factory=list)  # KVConnectorOutput per rank, as each rank sent it
     report: WorkerReport | None = None  # ours inside the merged output
@@ -337,13 +339,15 @@ class Simulation:
         self._allocated, self._allocation_failed = [], False
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata
+        message = step_message(metadata) or StepMessage()
         step = Step(
             number=next(self._numbers),
             output=output,
             metadata=pickle.dumps(metadata) if metadata is not None else None,
-            message=step_message(metadata) or StepMessage(),
+            message=message,
             allocated=self._allocated,
             pool_full=self._allocation_failed or not self.pool.get_num_free_blocks(),
+            stores=stores_by_request(message, getattr(self.connector, "connector_scheduler", None)),
         )
         self._tell_scheduled(step)
         for checker in self.checkers:
@@ -450,7 +454,7 @@ class Simulation:
             self.story.tell("start", [new.req_id], f"at {new.num_computed_tokens}", new.block_ids[0])
         for req_id in output.scheduled_cached_reqs.resumed_req_ids:
             self.story.tell("resume", [req_id])
-        for kind, jobs in (("load", step.message.loads), ("store", step.message.stores)):
+        for kind, jobs in (("load", step.message.loads), ("store", step.stores)):
             for job in jobs:
                 self.jobs.append((kind, job))
                 self.story.tell(kind, [job.req_id], f"job {job.job_id}", job.transfers)

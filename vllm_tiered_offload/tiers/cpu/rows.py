@@ -44,11 +44,20 @@ class RowAllocator:
         recycled = self._recycled
         keep = max(len(recycled) - count, 0)
         rows = recycled[keep:]
-        del recycled[keep:]
+        if rows:
+            del recycled[keep:]
         missing = count - len(rows)
         if missing:
             rows.extend(range(self._fresh, self._fresh + missing))
             self._fresh += missing
+        return rows
+
+    def reserve(self, count: int) -> list[int]:
+        """Take rows and pin them."""
+        rows, pins = self.take(count), self.pins
+        for row in rows:
+            pins[row] = 1  # a free row has none
+        self.num_pinned += count
         return rows
 
     def give(self, row: int) -> None:

@@ -20,7 +20,7 @@ from vllm_tiered_offload.contract.jobs import (
     RequestOffloadingContext,
 )
 from vllm_tiered_offload.contract.keys import OffloadKey
-from vllm_tiered_offload.contract.managers import Lease, PrimaryTier, ResidencyEvent
+from vllm_tiered_offload.contract.managers import Lease, PrimaryTier, ResidencyEvent, StoreOffer
 from vllm_tiered_offload.settings import Block, ByteSize, SettingsError, validate_block
 from vllm_tiered_offload.tiers.cpu.leases import LeaseTable
 from vllm_tiered_offload.tiers.cpu.policies.base import EvictionPolicy
@@ -31,6 +31,9 @@ from vllm_tiered_offload.tiers.registry import load_eviction_policy
 logger = logging.getLogger(__name__)
 
 _BLOCK_LEVEL = RequestOffloadingContext()
+
+# In place of the row of a key that was chosen and gets it before the call is over.
+_NO_ROW_YET = -1
 
 # What the lookup counters are called, by result; RETRY never comes from memory.
 _LOOKUP_STAT = {
@@ -65,10 +68,10 @@ class CpuTier(PrimaryTier):
         # Keys whose store is in flight, of this generation -> row. Disjoint from readable keys; the policy holds
         # exactly both. Every such row is pinned by its store.
         self._writing: dict[OffloadKey, int] = {}
-        # Handles given out and not handed back, of any generation. By identity, which a kept object cannot lose.
-        self._in_flight: dict[int, PreparedLoad | PreparedStore] = {}
+        # Handles given out and not handed back, of any generation.
+        self._in_flight: set[PreparedLoad | PreparedStore] = set()
         # Stores in flight whose keys were forgotten in this generation; a subset of _in_flight.
-        self._abandoned: set[int] = set()
+        self._abandoned: set[PreparedLoad | PreparedStore] = set()
         # Announced requests -> their access, None until they first use a key in this generation.
         self._accesses: dict[str, int | None] = {}
         self._last_access = 0
@@ -173,17 +176,13 @@ class CpuTier(PrimaryTier):
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PreparedLoad:
         if not self._is_announced(req_context, "prepare_load"):
             return PreparedLoad((), (), self._generation)
-        rows = []
-        readable = self._leases.readable
-        for key in keys:
-            row = readable.get(key)
-            if row is None:
-                break
-            rows.append(row)
+        rows: list[int] = list(map(self._leases.readable.get, keys))  # type: ignore[arg-type]
+        if None in rows:
+            del rows[rows.index(None) :]  # type: ignore[arg-type]
         self._rows.pin(rows)
         prepared = PreparedLoad(tuple(keys[: len(rows)]), tuple(rows), self._generation)
         if rows:
-            self._in_flight[id(prepared)] = prepared
+            self._in_flight.add(prepared)
         return prepared
 
     def complete_load(self, prepared: PreparedLoad, failed_keys: Collection[OffloadKey] = ()) -> None:
@@ -206,39 +205,61 @@ class CpuTier(PrimaryTier):
 
     # Stores
 
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PreparedStore:
-        if not self._is_announced(req_context, "prepare_store"):
-            return PreparedStore((), (), 0, self._generation)
-        readable, writing = self._leases.readable, self._writing
-        new = [key for key in keys if key not in readable and key not in writing]
-        if not new:
-            return PreparedStore((), (), len(keys), self._generation)
-        if len(new) > 1:
-            new = list(dict.fromkeys(new))
-        self._make_room(len(new), keys, self._accesses[req_context.req_id])
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> PreparedStore:
+        readable, writing, accesses = self._leases.readable, self._writing, self._accesses
+        chosen: list[OffloadKey] = []
+        block_ids: list[int] = []  # of the leading part of `chosen` that has its rows
+        accepted, taken = [], []
+        free = self._rows.num_free
+        for keys, ctx in offers:
+            if ctx.req_id not in accesses:
+                self._is_announced(ctx, "prepare_stores")
+                accepted.append(0)
+                taken.append(0)
+                continue
+            new = [key for key in keys if key not in readable and key not in writing]
+            num_accepted = len(keys)
+            if len(new) > 1:
+                new = list(dict.fromkeys(new))
+            if len(new) > free - len(chosen) + len(block_ids):
+                block_ids += self._reserve(chosen[len(block_ids) :])
+                num_accepted = self._cut_to_room(new, keys, accesses[ctx.req_id])
+                free = self._rows.num_free
+            if new:
+                used = new if len(new) == len(keys) else keys[keys.index(new[0]) : num_accepted]
+                self._policy.insert(used, accesses[ctx.req_id] or self._access(ctx))
+                for key in new:
+                    writing[key] = _NO_ROW_YET
+                chosen += new
+            accepted.append(num_accepted)
+            taken.append(len(new))
+        block_ids += self._reserve(chosen[len(block_ids) :])
+        prepared = PreparedStore(tuple(chosen), tuple(block_ids), accepted, taken, self._generation)
+        if chosen:
+            self._in_flight.add(prepared)
+        return prepared
+
+    def _reserve(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Rows for keys that are about to be written, of which there are enough."""
+        rows = self._rows.reserve(len(keys))
+        self._writing.update(zip(keys, rows, strict=True))
+        return rows
+
+    def _cut_to_room(self, new: list[OffloadKey], keys: Sequence[OffloadKey], access: int | None) -> int:
+        """Shorten `new` to the rows that can be had; how many leading ones of `keys` that serves."""
+        self._make_room(len(new), keys, access)
         fitting = min(len(new), self._rows.num_free)
         accepted = len(keys) if fitting == len(new) else keys.index(new[fitting])
         self._declined += len(new) - fitting
-        if not fitting:
-            return PreparedStore((), (), accepted, self._generation)
         del new[fitting:]
-        self._policy.insert(keys[keys.index(new[0]) : accepted], self._access(req_context))
-        return self._reserve(new, accepted)
-
-    def _reserve(self, keys: list[OffloadKey], num_accepted: int) -> PreparedStore:
-        rows = self._rows.take(len(keys))
-        self._rows.pin(rows)
-        self._writing.update(zip(keys, rows, strict=True))
-        prepared = PreparedStore(tuple(keys), tuple(rows), num_accepted, self._generation)
-        self._in_flight[id(prepared)] = prepared
-        return prepared
+        return accepted
 
     def complete_store(self, prepared: PreparedStore, failed_keys: Collection[OffloadKey] = ()) -> None:
         if not prepared.keys or not self._take_back(prepared):
             return
         self._rows.unpin(prepared.block_ids)
-        if prepared.generation != self._generation or id(prepared) in self._abandoned:
-            self._abandoned.discard(id(prepared))
+        if prepared.generation != self._generation or prepared in self._abandoned:
+            self._abandoned.discard(prepared)
             return
         stored = dict(zip(prepared.keys, prepared.block_ids, strict=True))
         for key in stored:
@@ -252,9 +273,9 @@ class CpuTier(PrimaryTier):
             self._rows.give(row)
 
     def abandon(self, prepared: PreparedStore) -> None:
-        if prepared.generation != self._generation or id(prepared) not in self._in_flight:
+        if prepared.generation != self._generation or prepared not in self._in_flight:
             return
-        self._abandoned.add(id(prepared))
+        self._abandoned.add(prepared)
         for key in prepared.keys:
             del self._writing[key]
         self._policy.remove(prepared.keys)
@@ -363,7 +384,8 @@ class CpuTier(PrimaryTier):
     # Helpers
 
     def _take_back(self, prepared: PreparedLoad | PreparedStore) -> bool:
-        if self._in_flight.pop(id(prepared), None) is not None:
+        if prepared in self._in_flight:
+            self._in_flight.remove(prepared)
             return True
         self._violation(f"{type(prepared).__name__} was completed before, or is not this tier's")
         return False
@@ -403,7 +425,7 @@ class CpuTier(PrimaryTier):
         assert rows.num_used == len(used)
         assert rows.num_free == len(rows.free_rows())
         expected_pins = [0] * rows.num_rows
-        for prepared in self._in_flight.values():
+        for prepared in self._in_flight:
             for row in prepared.block_ids:
                 expected_pins[row] += 1
         assert rows.pins == expected_pins, "pins differ from the handles in flight"

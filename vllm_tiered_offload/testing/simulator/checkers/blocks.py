@@ -54,13 +54,13 @@ class D1WrittenSlots(Checker):
                 self._older[req_id] = known
             if table or req_id in self.sim.live:
                 self._tables[req_id] = table
-        for job in step.message.stores:
+        for job in step.stores:
             for transfer in job.transfers:
                 for block in transfer.device_block_ids:
                     self._position(job, block)
 
     def received(self, step: "Step") -> None:
-        for job in step.message.stores:
+        for job in step.stores:
             for transfer in job.transfers:
                 for block in transfer.device_block_ids:
                     self._check_bytes(job, block, self._position(job, block))

@@ -1,10 +1,12 @@
 """Checkers of the submission contract (L1, L2), of loads (D7), of waiting (V1) and of the end state (V5)."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_offload.contract.jobs import LookupResult, ReqContext
+from vllm_tiered_offload.contract.keys import OffloadKey, split_offload_key
+from vllm_tiered_offload.contract.managers import StoreOffer
 from vllm_tiered_offload.testing.simulator.checkers.base import AckCounter, Checker, spy
 
 if TYPE_CHECKING:
@@ -20,7 +22,6 @@ class L1Lifecycle(Checker):
     """
 
     name = "l1"
-    SUBMITS = ("prepare_load", "prepare_store")
 
     def __init__(self, sim: "Simulation") -> None:
         super().__init__(sim)
@@ -30,8 +31,8 @@ class L1Lifecycle(Checker):
         if manager is not None:
             self._spy(manager, "on_new_request", self._began)
             self._spy(manager, "on_request_finished", self._finished)
-            for name in self.SUBMITS:
-                self._spy(manager, name, self._submitted)
+            self._spy(manager, "prepare_load", self._submitted)
+            spy(manager, "prepare_stores", self._offered)
         self._watching = manager is not None
 
     def _spy(self, manager: Any, name: str, told: Callable[[str, str], None]) -> None:
@@ -54,6 +55,10 @@ class L1Lifecycle(Checker):
         if self._known[req_id] != 0:
             raise self.broken("on_request_finished without a request", req_id)
         del self._known[req_id]
+
+    def _offered(self, offers: Sequence[StoreOffer]) -> None:
+        for _, ctx in offers:
+            self._submitted("prepare_stores", ctx.req_id)
 
     def _submitted(self, name: str, req_id: str) -> None:
         if self._known[req_id] != 1:
@@ -85,7 +90,7 @@ class L2FinalStores(Checker):
         self._over.discard(request.request_id)
 
     def scheduled(self, step: "Step") -> None:
-        for job in (*step.message.stores, *step.message.loads):
+        for job in (*step.stores, *step.message.loads):
             if job.req_id in self._over:
                 raise self.broken(f"job {job.job_id} after the step that reported the request finished", job.req_id)
         self._over |= step.output.finished_req_ids - set(self.sim.live)
@@ -163,29 +168,36 @@ class V1BoundedWaiting(Checker):
         self._region = sim.config.setting("region_timeout", 10.0)
         self._since: dict[str, float] = {}  # when a request was first told to ask again, since its last answer
         self._first: dict[str, float] = {}  # its first lookup
-        self._progress: dict[str, tuple[int, float]] = {}  # readable chunks, when they became so many
-        self._stopped_by: dict[str, LookupResult] = {}  # what ended the prefix of its lookup in this pass
+        self._progress: dict[str, tuple[int, float]] = {}  # end of what is readable, when it came to be there
+        self._stopped_by: dict[str, LookupResult] = {}  # what ended the prefix of its last lookup
         self._region_asked: float | None = None
         if hasattr(sim.manager, "lookup"):
             spy(sim.manager, "lookup", lambda *_args: None, self._looked_up)
 
-    def _looked_up(self, results: list[LookupResult], _keys: Any, ctx: ReqContext) -> None:
+    def _looked_up(self, results: list[LookupResult], keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
+        """A lookup may be of a part of the prompt: what counts is where in it the readable prefix ends."""
         now = self.sim.clock()
         self._first.setdefault(ctx.req_id, now)
         hits = next((i for i, result in enumerate(results) if result is not LookupResult.HIT), len(results))
-        if hits > self._progress.get(ctx.req_id, (-1, 0.0))[0]:
-            self._progress[ctx.req_id] = (hits, now)
+        end = hits + (self._chunk(ctx.req_id, keys[0]) if keys else 0)
+        if end > self._progress.get(ctx.req_id, (-1, 0.0))[0]:
+            self._progress[ctx.req_id] = (end, now)
         self._stopped_by[ctx.req_id] = results[hits] if hits < len(results) else LookupResult.HIT
+
+    def _chunk(self, req_id: str, key: OffloadKey) -> int:
+        """Which chunk of the request has this key."""
+        hashes = list(self.sim.live[req_id].block_hashes)
+        return hashes.index(split_offload_key(key)[0]) // self.sim.config.blocks_per_chunk
 
     def hook(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         if name != "get_num_new_matched_tokens":
             return
         req_id = args[0].request_id
-        reason = self._stopped_by.pop(req_id, None)
         if result[0] is not None:
-            self._since.pop(req_id, None)
-            self._progress.pop(req_id, None)
+            for known in (self._since, self._progress, self._stopped_by):
+                known.pop(req_id, None)
             return
+        reason = self._stopped_by.get(req_id)
         since = self._since.setdefault(req_id, self.sim.clock())
         self._check(req_id, reason, since)
 

@@ -184,7 +184,7 @@ class L6Reset(Checker):
             old = sorted(row for row in rows_of(job) if self._row_age.get(row, 0) < self._resets)
             if old and job.job_id not in step.message.cancelled_loads:
                 raise self.broken(f"load job {job.job_id} reads rows {old} from before the reset", job.req_id)
-        for job in step.message.stores:
+        for job in step.stores:
             if job.req_id in self._stale or job.req_id in self._over:
                 raise self.broken(f"store job {job.job_id} offers slots from before the reset", job.req_id)
             self._row_age.update(dict.fromkeys(rows_of(job), self._resets))

@@ -4,10 +4,12 @@ What a tier does is seen at its own border (`tier_watch`), so a guard or hierarc
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_offload.contract.jobs import JobResult, LookupResult, PreparedStore, ReqContext
 from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.contract.managers import StoreOffer
 from vllm_tiered_offload.testing.fakes.memory_tier import TierFault
 from vllm_tiered_offload.testing.simulator.checkers.base import AckCounter, Checker, spy
 from vllm_tiered_offload.testing.simulator.checkers.rows import rows_of
@@ -34,24 +36,26 @@ class L3TierLifecycle(Checker):
     def __init__(self, sim: "Simulation") -> None:
         super().__init__(sim)
         self._open: Counter[tuple[str, str]] = Counter()  # (tier, request) -> beginnings minus ends
-        self._stores: dict[int, tuple[PreparedStore, str]] = {}  # device stores in flight at the manager, by identity
+        # Device stores in flight at the manager, and whose they are.
+        self._stores: dict[PreparedStore, list[str]] = {}
         manager = sim.manager
         if getattr(manager, "guards", ()):
-            spy(manager, "prepare_store", lambda *_args: None, self._prepared)
+            spy(manager, "prepare_stores", lambda *_args: None, self._prepared)
             spy(manager, "complete_store", self._completed)
             spy(manager, "reset_cache", self._stores.clear)
             spy(manager, "on_new_request", self._began)
 
-    def _prepared(self, prepared: PreparedStore, _keys: Any, ctx: ReqContext) -> None:
-        if prepared.keys:
-            self._stores[id(prepared)] = (prepared, ctx.req_id)
+    def _prepared(self, prepared: PreparedStore, offers: Sequence[StoreOffer]) -> None:
+        owners = [ctx.req_id for (_, ctx), taken in zip(offers, prepared.taken, strict=True) if taken]
+        if owners:
+            self._stores[prepared] = owners
 
     def _completed(self, prepared: PreparedStore, *_failed: Any) -> None:
-        self._stores.pop(id(prepared), None)
+        self._stores.pop(prepared, None)
 
     def _began(self, ctx: ReqContext) -> None:
-        for handle in [handle for handle, (_, req_id) in self._stores.items() if req_id == ctx.req_id]:
-            del self._stores[handle]
+        for owners in self._stores.values():
+            owners[:] = [req_id for req_id in owners if req_id != ctx.req_id]
 
     def tier_called(self, tier: str, method: str, req_id: str) -> None:
         life = (tier, req_id)
@@ -63,7 +67,7 @@ class L3TierLifecycle(Checker):
             raise self.broken(f"{tier}: {method} outside of the request's life", req_id)
         elif method == "on_request_finished":
             del self._open[life]
-            if any(req_id == other for _, other in self._stores.values()):
+            if any(req_id in owners for owners in self._stores.values()):
                 raise self.broken(f"{tier} was told of the end while a device store was in flight", req_id)
 
     def converged(self) -> None:

@@ -93,8 +93,9 @@ class RecencyOrder:
 
     def place(self, key: OffloadKey, access: int) -> None:
         """Put a key at the end of an open access, taking it from where it is if it is held."""
-        if key in self._group_of:
-            self.remove(key)
+        old = self._group_of.get(key)
+        if old is not None:
+            self._unlink(key, old)
         group = self._open[access]
         position = group.next_position
         group.next_position = position + 1
@@ -108,9 +109,15 @@ class RecencyOrder:
         """Place those that are not held. A held key of this access behind a new one moves behind it."""
         group_of = self._group_of
         placed = False
+        mine = self._open[access]
         for key in keys:
             group = group_of.get(key)
-            if group is None or (placed and group.access == access):
+            if group is None and mine.is_listed:  # by far the most frequent case: place(), spelt out
+                group_of[key] = mine
+                mine.keys[key] = mine.next_position
+                mine.next_position += 1
+                placed = True
+            elif group is None or (placed and group.access == access):
                 self.place(key, access)
                 placed = True
 
@@ -128,7 +135,11 @@ class RecencyOrder:
 
     def remove(self, key: OffloadKey) -> None:
         """Forget a held key."""
-        group = self._group_of.pop(key)
+        self._unlink(key, self._group_of.pop(key))
+
+    def _unlink(self, key: OffloadKey, group: _Group) -> None:
+        """Take a key from where it is but leave its entry in `_group_of`, which `place` overwrites: taking it out and
+        putting it back would make the dict copy itself, all keys in one call, now and then."""
         if group.keys.pop(key, None) is None:
             if self._aside.pop(key, None) is None:
                 del self._returned[key]
