@@ -600,10 +600,10 @@ def test_a_request_of_one_block_is_never_offered_twice() -> None:
 def test_what_one_step_stores_is_one_job() -> None:
     """Blocks of all requests, the last ones of a finished request first; each request's chunks count for itself."""
     half = Half(room=5)
-    over, first, second = half.add("over", 8), half.add("a", 12, 100), half.add("b", 12, 200)
+    over, first, second = half.add("over", 7), half.add("a", 12, 100), half.add("b", 12, 200)
     half.ack(half.start(over, 7))
+    half.step({over: 1})
     over.append(300)
-    over.num_computed_tokens = 8
     over_block = half.tables["over"][1].block_id
     half.finish(over, aborted=True)
     for request in (first, second):
