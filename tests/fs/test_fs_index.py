@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.tiers.fs import index as index_module
-from vllm_tiered_offload.tiers.fs.index import ExpiringKeys, KeyIndex, Reservation
+from vllm_tiered_offload.tiers.fs.index import ExpiringKeys, KeyIndex, Victims
 
 pytestmark = pytest.mark.fast
 
 
-def write(index: KeyIndex, key, size: int = 1) -> Reservation | None:
-    reservation = index.reserve(key, size)
-    if reservation is not None:
-        index.settle(reservation, written=True)
-    return reservation
+def write(index: KeyIndex, key, size: int = 1) -> list[OffloadKey]:
+    """The victims of a write that goes well; there must be room for it."""
+    [victims] = index.reserve([size])
+    index.settle(key, size, victims, written=True)
+    return [victim for victim, _ in victims]
 
 
 def test_the_least_recently_used_leaves_and_tails_before_heads() -> None:
@@ -28,7 +28,7 @@ def test_the_least_recently_used_leaves_and_tails_before_heads() -> None:
     index.touch([a, b])  # one prefix: b is its tail
     order = []
     for key in (e, f, *keys_of("more", 2)):
-        order += [victim for victim, _ in write(index, key).victims]
+        order += write(index, key)
     assert order == [c, d, b, a]
     index.check()
 
@@ -37,13 +37,12 @@ def test_what_is_read_stays_and_is_a_candidate_again_later() -> None:
     index, (a, b, c, d) = KeyIndex(2), keys_of("k", 4)
     write(index, a)
     write(index, b)
-    index.begin_read(a)
-    assert [victim for victim, _ in write(index, c).victims] == [b]
-    index.begin_read(c)
-    assert index.reserve(d, 1) is None, "everything is being read"
-    index.end_read(a)
-    index.end_read(c)
-    assert [victim for victim, _ in write(index, d).victims] == [a]
+    index.begin_reads([a])
+    assert write(index, c) == [b]
+    index.begin_reads([c])
+    assert index.reserve([1]) == [], "everything is being read"
+    index.end_reads([a, c])
+    assert write(index, d) == [a]
     index.check()
 
 
@@ -51,18 +50,35 @@ def test_victims_count_until_they_are_really_gone(monkeypatch: pytest.MonkeyPatc
     """A victim larger than the need leaves a surplus that nobody may use before the unlink."""
     index, (big, small, other) = KeyIndex(3), keys_of("k", 3)
     index.add(big, 3)
-    reservation = index.reserve(small, 1)
-    assert reservation.victims == [(big, 3)]
+    [victims] = index.reserve([1])
+    assert victims == [(big, 3)]
     assert index.used == 3
-    assert index.reserve(other, 1) is None
-    index.settle(reservation, written=True)
+    assert index.reserve([1]) == []
+    index.settle(small, 1, victims, written=True)
     assert index.used == 1
+    write(index, other)
+    index.check()
+
+
+def test_of_several_files_as_many_as_fit_each_with_victims_of_its_own() -> None:
+    index, (a, b, c) = KeyIndex(4), keys_of("k", 3)
+    index.add(a, 1)
+    index.add(b, 1)
+    index.begin_reads([b])
+    assert list(map(list, index.reserve([1, 1, 1, 1]))) == [[], [], [(a, 1)]]
+    assert index.used == 4
+    for key in keys_of("new", 2):
+        index.settle(key, 1, (), written=True)
+    index.settle(c, 1, [(a, 1)], written=False)
+    index.check()
+    assert index.used == 3
 
 
 def test_victims_that_stayed_are_back() -> None:
     index, (a, b) = KeyIndex(1), keys_of("k", 2)
     write(index, a)
-    index.settle(index.reserve(b, 1), written=False, kept=[a])
+    [victims] = index.reserve([1])
+    index.settle(b, 1, victims, written=False, kept=[a])
     assert list(index.present) == [a]
     assert index.evictions == 0
     index.check()
@@ -75,8 +91,8 @@ def test_a_thousand_pinned_keys_do_not_hide_the_next(monkeypatch: pytest.MonkeyP
     for key in keys[:10]:
         write(index, key)
     for key in keys[:9]:
-        index.begin_read(key)
-    assert [victim for victim, _ in write(index, keys[10]).victims] == [keys[9]]
+        index.begin_reads([key])
+    assert write(index, keys[10]) == [keys[9]]
 
 
 @given(st.lists(st.tuples(st.sampled_from("awtrefg"), st.integers(0, 11), st.integers(1, 3)), max_size=80))
@@ -84,30 +100,30 @@ def test_a_thousand_pinned_keys_do_not_hide_the_next(monkeypatch: pytest.MonkeyP
 def test_bytes_add_up_whatever_happens(steps) -> None:
     keys, index = keys_of("k", 12), KeyIndex(8)
     disk: dict[bytes, int] = {}  # what the files really are
-    open_writes: list[Reservation] = []
+    open_writes: list[tuple[OffloadKey, int, Victims]] = []
     reads: list[bytes] = []
     for action, number, size in steps:
         key = keys[number]
         if action == "w" and key not in index.present and key not in index.leaving:
-            if all(write.key != key for write in open_writes) and (made := index.reserve(key, size)):
-                open_writes.append(made)
+            if all(other != key for other, _, _ in open_writes):
+                open_writes += [(key, size, victims) for victims in index.reserve([size])]
         elif action == "a" and open_writes:
-            done = open_writes.pop(number % len(open_writes))
-            for victim, _ in done.victims:
+            written, its_size, victims = open_writes.pop(number % len(open_writes))
+            for victim, _ in victims:
                 disk.pop(victim)
-            disk[done.key] = done.size
+            disk[written] = its_size
             assert sum(disk.values()) <= 8, "the capacity was exceeded"
-            index.settle(done, written=True)
+            index.settle(written, its_size, victims, written=True)
         elif action == "f" and open_writes:
-            done = open_writes.pop(number % len(open_writes))
-            index.settle(done, written=False, kept=[victim for victim, _ in done.victims])
+            failed, its_size, victims = open_writes.pop(number % len(open_writes))
+            index.settle(failed, its_size, victims, written=False, kept=[victim for victim, _ in victims])
         elif action == "t":
             index.touch([key])
         elif action == "r":
-            index.begin_read(key)
+            index.begin_reads([key])
             reads.append(key)
         elif action == "e" and reads:
-            index.end_read(reads.pop())
+            index.end_reads([reads.pop()])
         elif action == "g" and index.remove(key):
             disk.pop(key)
         index.check()

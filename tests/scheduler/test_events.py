@@ -197,10 +197,8 @@ def test_case_54_with_real_tiers(tmp_path: Path) -> None:
         ("cpu", True, [b"old0", b"old1"]),
         ("cpu", False, [b"old1", b"old0"]),  # tails first
         ("cpu", True, [b"new0", b"new1"]),
-        ("fs", True, [b"old0"]),
-        ("fs", True, [b"old1"]),
-        ("fs", True, [b"new0"]),
-        ("fs", True, [b"new1"]),
+        ("fs", True, [b"old0", b"old1"]),
+        ("fs", True, [b"new0", b"new1"]),
     ]
     assert len(book) == 4
     manager.reset_cache()

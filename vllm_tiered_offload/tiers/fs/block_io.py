@@ -52,6 +52,8 @@ class IoMode:
 
     def fallbacks(self) -> dict[str, int]:
         """How often, by reason."""
+        if not self._fallbacks:
+            return {}
         with self._lock:
             return dict(self._fallbacks)
 

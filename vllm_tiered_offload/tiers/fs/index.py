@@ -10,11 +10,14 @@ One thread owns it; no locks. Sizes are bytes on disk, frame included.
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeAlias
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.seams import Clock
+
+Victims: TypeAlias = Sequence[tuple[OffloadKey, int]]
+"""Keys and bytes of files that are to be unlinked."""
 
 _CANDIDATES = 1024
 
@@ -57,20 +60,6 @@ class ExpiringKeys:
         self._until.clear()
 
 
-@dataclass(slots=True)
-class Reservation:
-    """Room for one file: `victims` (key, bytes) have to be unlinked before it is written."""
-
-    key: OffloadKey
-    size: int
-    victims: list[tuple[OffloadKey, int]] = field(default_factory=list)
-
-    @property
-    def surplus(self) -> int:
-        """What the victims free beyond the need; it counts as used until they are really gone."""
-        return max(0, sum(size for _, size in self.victims) - self.size)
-
-
 class KeyIndex:
     """Present keys in order of use, and the bytes they take. `capacity` None means no bound."""
 
@@ -83,7 +72,7 @@ class KeyIndex:
         self.leaving: dict[OffloadKey, int] = {}
         # Loads in flight by key, none 0: these are not evicted.
         self._reads: dict[OffloadKey, int] = {}
-        # Bytes: of `present`, of reservations, and their surplus. Never above the capacity by our own doing.
+        # Bytes: of `present` and of reservations. Never above the capacity by our own doing.
         self.used = 0
         self._reserved = 0
         self.num_reservations = 0
@@ -118,42 +107,51 @@ class KeyIndex:
                 present[key] = size
                 self._note_use(key)
 
-    def begin_read(self, key: OffloadKey) -> None:
-        self._reads[key] = self._reads.get(key, 0) + 1
+    def begin_reads(self, keys: Iterable[OffloadKey]) -> None:
+        """These are not evicted before as many `end_reads`."""
+        reads = self._reads
+        for key in keys:
+            reads[key] = reads.get(key, 0) + 1
 
-    def end_read(self, key: OffloadKey) -> None:
-        left = self._reads.pop(key) - 1
-        if left:
-            self._reads[key] = left
+    def end_reads(self, keys: Iterable[OffloadKey]) -> None:
+        reads = self._reads
+        for key in keys:
+            left = reads.pop(key) - 1
+            if left:
+                reads[key] = left
 
-    def reserve(self, key: OffloadKey, size: int) -> Reservation | None:
-        """Room for `key`, evicting the least recently used; None, and nothing happened, when it cannot be had."""
-        reservation = Reservation(key, size)
-        if self.capacity is not None:
-            lacking = self.used + size - self.capacity
-            victims = self._choose(lacking)
+    def reserve(self, sizes: Sequence[int]) -> list[Victims]:
+        """Room for as many of these files, in order, as can be had: for each the victims that must go before it.
+
+        The least recently used go first. Of several files each has its own victims, so any may be written first.
+        """
+        if self.capacity is None or self.used + sum(sizes) <= self.capacity:
+            self._hold(sum(sizes))
+            self.num_reservations += len(sizes)
+            return [()] * len(sizes)
+        reserved: list[Victims] = []
+        for size in sizes:
+            victims = self._choose(self.used + size - self.capacity)
             if victims is None:
-                return None
-            for victim in victims:
-                self.leaving[victim] = self.present.pop(victim)
-            reservation.victims = [(victim, self.leaving[victim]) for victim in victims]
-            self.used -= sum(size for _, size in reservation.victims)
-            self.evictions += len(victims)
-        self._hold(size + reservation.surplus)
-        self.num_reservations += 1
-        return reservation
+                break
+            reserved.append(self._make_leave(victims))
+            self._hold(max(size, _bytes_of(reserved[-1])))
+            self.num_reservations += 1
+        return reserved
 
-    def settle(self, reservation: Reservation, *, written: bool, kept: Sequence[OffloadKey] = ()) -> None:
-        """The write ended. `kept` are victims that could not be unlinked: they are present again."""
-        self._hold(-(reservation.size + reservation.surplus))
+    def settle(
+        self, key: OffloadKey, size: int, victims: Victims, *, written: bool, kept: Collection[OffloadKey] = ()
+    ) -> None:
+        """The write of one file ended. `kept` are victims that could not be unlinked: they are present again."""
+        self._hold(-max(size, _bytes_of(victims)) if victims else -size)
         self.num_reservations -= 1
-        for victim, size in reservation.victims:
+        for victim, victim_size in victims:
             del self.leaving[victim]
             if victim in kept:
-                self.add(victim, size)
+                self.add(victim, victim_size)
         self.evictions -= len(kept)
         if written:
-            self.add(reservation.key, reservation.size)
+            self.add(key, size)
 
     @property
     def num_reads(self) -> int:
@@ -168,7 +166,15 @@ class KeyIndex:
         assert self.num_reservations or not self._reserved, "bytes are reserved for nobody"
         assert all(count > 0 for count in self._reads.values())
 
+    def _make_leave(self, victims: Sequence[OffloadKey]) -> Victims:
+        sizes = [(victim, self.present.pop(victim)) for victim in victims]
+        self.leaving.update(sizes)
+        self.used -= _bytes_of(sizes)
+        self.evictions += len(sizes)
+        return sizes
+
     def _hold(self, size: int) -> None:
+        """Bytes of a reservation. Victims that are more than the need count as used until they are really gone."""
         self.used += size
         self._reserved += size
 
@@ -211,3 +217,7 @@ class KeyIndex:
         if len(self._touched) > 8 * _CANDIDATES:
             self._candidates.clear()
             self._touched.clear()
+
+
+def _bytes_of(victims: Victims) -> int:
+    return sum(size for _, size in victims)

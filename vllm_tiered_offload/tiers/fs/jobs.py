@@ -1,5 +1,6 @@
 """Jobs of the tier and their parts: exactly one result for each job, when its last chunk has ended."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm_tiered_offload.contract.jobs import JobMetadata, JobResult
@@ -8,13 +9,13 @@ from vllm_tiered_offload.contract.keys import OffloadKey
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One submitted job. `open_parts` are positions in `keys` that have not ended; `epoch` counts resets."""
+    """One submitted job. A part is a position in `keys`; each ends exactly once. `epoch` counts resets."""
 
     job_id: int
     keys: tuple[OffloadKey, ...]
     epoch: int
-    open_parts: set[int] = field(default_factory=set)
-    good_parts: set[int] = field(default_factory=set)
+    num_open: int
+    failed: set[int] = field(default_factory=set)
 
 
 class JobTable:
@@ -38,28 +39,32 @@ class JobTable:
 
     def begin(self, metadata: JobMetadata, epoch: int) -> Job:
         """A job, all of whose parts are open; one without parts has ended."""
-        job = Job(metadata.job_id, metadata.keys, epoch, set(range(len(metadata.keys))))
+        job = Job(metadata.job_id, metadata.keys, epoch, len(metadata.keys))
         self._open[id(job)] = job
         self._finish_if_over(job, epoch)
         return job
 
-    def end_part(self, job: Job, part: int, good: bool, epoch: int) -> None:
-        """Part `part` ended. After a reset nothing of an older job counts as good. A second end changes nothing."""
-        if part not in job.open_parts:
-            return
-        job.open_parts.discard(part)
-        if good:
-            job.good_parts.add(part)
-        self._finish_if_over(job, epoch)
+    def end_parts(self, job: Job, good: int, failed: Iterable[int], epoch: int) -> None:
+        """So many parts ended well, and these ended badly. After a reset nothing of an older job counts as good."""
+        before = len(job.failed)
+        job.failed.update(failed)
+        ended = good + len(job.failed) - before
+        if ended:
+            job.num_open -= ended
+            self._finish_if_over(job, epoch)
 
     def take_results(self) -> list[JobResult]:
         results, self._results = self._results, []
         return results
 
     def _finish_if_over(self, job: Job, epoch: int) -> None:
-        if job.open_parts:
+        if job.num_open:
             return
         del self._open[id(job)]
-        good = job.good_parts if job.epoch == epoch else ()
-        keys = tuple(key for part, key in enumerate(job.keys) if part in good)
+        if job.epoch != epoch:
+            keys: tuple[OffloadKey, ...] = ()
+        elif job.failed:
+            keys = tuple(key for part, key in enumerate(job.keys) if part not in job.failed)
+        else:
+            keys = job.keys
         self._results.append(JobResult(job.job_id, len(keys) == len(job.keys), keys))

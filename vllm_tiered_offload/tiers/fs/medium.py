@@ -11,7 +11,7 @@ from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES, FrameError
 from vllm_tiered_offload.tiers.fs.block_io import BlockIo
 from vllm_tiered_offload.tiers.fs.faults import NamespaceError, classify
 from vllm_tiered_offload.tiers.fs.files import remove_file
-from vllm_tiered_offload.tiers.fs.messages import Answers, Found, Loaded, Opened, ScanEnded, Stored
+from vllm_tiered_offload.tiers.fs.messages import Answers, Found, Loaded, Opened, ScanEnded, Stored, Write
 from vllm_tiered_offload.tiers.fs.namespace import Namespace
 
 logger = logging.getLogger(__name__)
@@ -39,35 +39,36 @@ class Medium:
             return Opened(epoch, error.fault, str(error))
         return Opened(epoch, None)
 
-    def store(self, namespace: Namespace, row: memoryview, message: Stored) -> Stored:
+    def store(self, namespace: Namespace, write: Write, report: Stored) -> None:
         """Unlink the victims, then write: in this order the directory never holds more than was reserved."""
         began = self._clock()
-        victims = [victim for victim, _ in message.reservation.victims]
+        victims = [victim for victim, _ in write.victims]
         try:
             while victims:
                 remove_file(self._files, namespace.file_path(victims[0]))
                 del victims[0]
-            if self._io.write(namespace, message.reservation.key, row):
-                message.moved = HEADER_BYTES + row.nbytes
+            if self._io.write(namespace, write.key, write.row):
+                write.moved = write.size
         except (OSError, NamespaceError) as error:
-            message.fault = classify(error)
-            message.problem = str(error) if isinstance(error, NamespaceError) else f"{namespace.path}: {error.strerror}"
-        message.kept = victims
-        message.seconds = self._clock() - began
-        return message
+            write.fault = classify(error)
+            write.problem = str(error) if isinstance(error, NamespaceError) else f"{namespace.path}: {error.strerror}"
+        write.kept = victims
+        report.writes.append(write)
+        report.seconds += self._clock() - began
 
-    def load(self, namespace: Namespace, key: OffloadKey, row: memoryview, message: Loaded) -> Loaded:
-        """Read into the row and verify; a bad file is taken out of sight."""
+    def load(self, namespace: Namespace, rows: Sequence[memoryview], part: int, report: Loaded) -> None:
+        """Read into the part's row and verify; a bad file is taken out of sight."""
         began = self._clock()
+        key, row = report.job.keys[part], rows[part]
         try:
             self._io.read(namespace, key, row)
-            message.moved = HEADER_BYTES + row.nbytes
         except (OSError, FrameError) as error:
-            message.fault = classify(error)
-            if message.fault.condemns_file:
-                message.discarded = self._discard(namespace, key, error)
-        message.seconds = self._clock() - began
-        return message
+            fault = classify(error)
+            report.fail(part, fault, fault.condemns_file and self._discard(namespace, key, error))
+        else:
+            report.good.append(part)
+            report.moved += HEADER_BYTES + row.nbytes
+        report.seconds += self._clock() - began
 
     def look_up(self, namespace: Namespace, keys: Sequence[OffloadKey], epoch: int) -> Answers:
         """One stat a key. A file that cannot be seen counts as absent."""

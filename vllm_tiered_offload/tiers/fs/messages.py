@@ -2,45 +2,80 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
+from vllm_tiered_offload.tiers.fs.batch import Report
 from vllm_tiered_offload.tiers.fs.faults import Fault
-from vllm_tiered_offload.tiers.fs.index import Reservation
+from vllm_tiered_offload.tiers.fs.index import Victims
 from vllm_tiered_offload.tiers.fs.jobs import Job
 
 
-@dataclass(slots=True)
-class Stored:
-    """A write ended. `fault` None means that the file is there, `moved` the bytes written for it.
+@dataclass(slots=True, eq=False)
+class Write:
+    """One file to be written: from `row`, after the `victims` (key, bytes) have made room.
 
-    `kept` are victims that are still on disk; `waiters` are the (job, part) that asked for the key; `problem` is a
-    line for the user, if there is one.
+    `waiters` are the (job, part) that asked for the key, not empty, the scheduler thread's. What became of it: with
+    `fault` None the file is there; `moved` bytes were written for it (none, if it had been there before); `kept` are
+    victims that are still on disk; `problem` is a line for the user, if there is one.
     """
 
-    epoch: int
-    reservation: Reservation
+    key: OffloadKey
+    row: memoryview
     waiters: list[tuple[Job, int]]
+    victims: Victims = ()
     fault: Fault | None = None
     moved: int = 0
-    seconds: float = 0.0
-    kept: list[OffloadKey] = field(default_factory=list)
+    kept: Sequence[OffloadKey] = ()
     problem: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return HEADER_BYTES + self.row.nbytes
 
 
 @dataclass(slots=True)
-class Loaded:
-    """A read ended; with `fault` None the row holds verified bytes. `discarded`: a bad file was taken away."""
+class Stored(Report[Write]):
+    """Writes ended. `seconds` are those of the thread that did them."""
 
     epoch: int
+    writes: list[Write] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.writes
+
+    def fail(self, part: Write, fault: Fault) -> None:
+        """Says nothing about the victims: they are looked for again."""
+        part.fault = fault
+        part.kept = [victim for victim, _ in part.victims]
+        self.writes.append(part)
+
+
+@dataclass(slots=True)
+class Loaded(Report[int]):
+    """Reads for a job ended. The rows of the `good` parts hold verified bytes, `moved` altogether.
+
+    `bad` are (part, fault, whether a bad file was taken away); `seconds` are those of the thread that did them.
+    """
+
     job: Job
-    part: int
-    fault: Fault | None = None
+    good: list[int] = field(default_factory=list)
+    bad: list[tuple[int, Fault, bool]] = field(default_factory=list)
     moved: int = 0
     seconds: float = 0.0
-    discarded: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.good or self.bad)
+
+    def fail(self, part: int, fault: Fault, discarded: bool = False) -> None:
+        self.bad.append((part, fault, discarded))
 
 
 @dataclass(slots=True)
@@ -94,31 +129,26 @@ class Inbox:
     """From any thread to the scheduler thread. What a scan finds waits in a queue of its own."""
 
     def __init__(self) -> None:
-        self._urgent: deque[Message] = deque()
-        self._bulk: deque[Found | ScanEnded] = deque()
+        self.urgent: deque[Message] = deque()
+        self.bulk: deque[Found | ScanEnded] = deque()
         self._arrived = threading.Event()
 
     def put(self, message: Message) -> None:
         """Thread-safe."""
         if isinstance(message, Found | ScanEnded):
-            self._bulk.append(message)
+            self.bulk.append(message)
         else:
-            self._urgent.append(message)
+            self.urgent.append(message)
             self._arrived.set()
 
     def wait(self, timeout: float) -> None:
-        """Until something urgent is there that was not when `take_urgent` last looked, at most `timeout` seconds."""
+        """Until something urgent has come since the last wait, at most `timeout` seconds."""
         self._arrived.wait(timeout)
-
-    def take_urgent(self) -> Iterator[Message]:
-        """All that is there, oldest first."""
         self._arrived.clear()
-        while self._urgent:
-            yield self._urgent.popleft()
 
     def take_bulk(self, max_files: int) -> Iterator[Found | ScanEnded]:
         """The oldest, until `max_files` files have been told of."""
-        while self._bulk and max_files > 0:
-            message = self._bulk.popleft()
+        while self.bulk and max_files > 0:
+            message = self.bulk.popleft()
             max_files -= len(message.files) if isinstance(message, Found) else 0
             yield message

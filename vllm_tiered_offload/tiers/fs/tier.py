@@ -3,8 +3,10 @@
 Theory of operation
 - The scheduler thread owns index, job table and counters, and touches no file. What it wants done it hands to lanes;
   what was done comes back through the inbox, which it empties at the beginning of each of its calls. So: no locks.
-- A job is as many tasks as it has rows, spread over its lane's threads. A row belongs to its task until the task's
-  message; a job's result is made of its last message, so after it no thread touches its rows.
+- A job is one batch of rows, and all threads of its lane take from it. A row belongs to the batch until a message says
+  that it has ended; a job's result is made of its last message, so after it no thread touches its rows.
+- What the scheduler thread does for a chunk is a few lines of loops over plain objects: with a thousand of them in a
+  job, microseconds count.
 - Several engines may share the directory, so not being in the index means "not known": the question goes to the lookup
   lane, one batch a scheduling pass, and the answer is there by the next. A scan in the background fills the index
   after a start; right after it, and always in a private generation, an unknown key is a miss at once.
@@ -18,6 +20,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
@@ -37,11 +40,12 @@ from vllm_tiered_offload.contract.managers import ResidencyEvent, SecondaryTierM
 from vllm_tiered_offload.contract.seams import Clock, JobExecutor, monotonic
 from vllm_tiered_offload.settings import validate_block
 from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
+from vllm_tiered_offload.tiers.fs.batch import Batch
 from vllm_tiered_offload.tiers.fs.block_io import BlockIo, IoMode
 from vllm_tiered_offload.tiers.fs.counters import LOAD, LOOKUP, STORE, FsCounters
 from vllm_tiered_offload.tiers.fs.faults import Fault, NamespaceError
 from vllm_tiered_offload.tiers.fs.files import Files
-from vllm_tiered_offload.tiers.fs.index import ExpiringKeys, KeyIndex, Reservation
+from vllm_tiered_offload.tiers.fs.index import ExpiringKeys, KeyIndex
 from vllm_tiered_offload.tiers.fs.jobs import Job, JobTable
 from vllm_tiered_offload.tiers.fs.lanes import Lanes
 from vllm_tiered_offload.tiers.fs.medium import Medium
@@ -55,6 +59,7 @@ from vllm_tiered_offload.tiers.fs.messages import (
     Opened,
     ScanEnded,
     Stored,
+    Write,
 )
 from vllm_tiered_offload.tiers.fs.namespace import Namespace, collect_private_generations, try_root
 from vllm_tiered_offload.tiers.fs.settings import FsTierSettings
@@ -101,6 +106,7 @@ class FsTier(SecondaryTierManager):
         self._inbox = Inbox()
         self._closed = False
         self._rows: Sequence[memoryview] = ()
+        self._frame_bytes = 0  # of one chunk's file
         self._jobs = JobTable()
         self._counters = FsCounters()
         self._events: list[ResidencyEvent] | None = [] if events else None
@@ -118,8 +124,8 @@ class FsTier(SecondaryTierManager):
         # To be asked at the end of this pass (in order), and asked without an answer yet. Disjoint.
         self._questions: dict[OffloadKey, None] = {}
         self._asked: set[OffloadKey] = set()
-        # Keys being written in this epoch -> who waits for them, not empty. Each has a reservation.
-        self._writing: dict[OffloadKey, list[tuple[Job, int]]] = {}
+        # What is being written in this epoch. Each has a reservation.
+        self._writing: dict[OffloadKey, Write] = {}
         # The directory in use; there is none before bind_region, which says whose bytes these are.
         self._namespace: Namespace | None = None
         self._index = KeyIndex(None)
@@ -178,9 +184,10 @@ class FsTier(SecondaryTierManager):
     def bind_region(self, rows: Sequence[memoryview], geometry: RegionGeometry, fingerprint: Fingerprint) -> None:
         """Opens the directory of these bytes; the threads do that, this one touches no file."""
         self._rows = rows
+        self._frame_bytes = HEADER_BYTES + geometry.row_bytes
         self._enter(Namespace(self._files, self.settings.root, fingerprint, self._engine_id, private=False))
         self._start_background()
-        frame, capacity = HEADER_BYTES + geometry.row_bytes, self.settings.capacity
+        frame, capacity = self._frame_bytes, self.settings.capacity
         if capacity is not None and capacity < frame:
             self._say(f"capacity of {capacity} bytes is less than one chunk, {frame} bytes: nothing is stored")
 
@@ -191,15 +198,14 @@ class FsTier(SecondaryTierManager):
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:  # noqa: ARG002
         self._absorb()
-        present, shunned, counts = self._index.present, self._shunned, self._counters.lookups
-        if not shunned and all(map(present.__contains__, keys)):
-            counts[LookupResult.HIT] += len(keys)
-            return [LookupResult.HIT] * len(keys)
-        self._absent.purge()
-        shunned.purge()
-        misses_at_once = self._closed or self._clock() < self._complete_until
-        results = [self._look_up(key, misses_at_once) for key in keys]
-        counts.update(results)
+        if not self._shunned and all(map(self._index.present.__contains__, keys)):
+            results = [LookupResult.HIT] * len(keys)
+        else:
+            self._absent.purge()
+            self._shunned.purge()
+            misses_at_once = self._closed or self._clock() < self._complete_until
+            results = [self._look_up(key, misses_at_once) for key in keys]
+        self._counters.looked_up(results)
         return results
 
     def _look_up(self, key: OffloadKey, misses_at_once: bool) -> LookupResult:
@@ -240,15 +246,73 @@ class FsTier(SecondaryTierManager):
 
     def submit_store(self, job: JobMetadata) -> None:
         self._absorb()
-        record = self._jobs.begin(job, self._epoch)
+        record, rows = self._jobs.begin(job, self._epoch), self._rows_of(job)
+        refusal = self._refusal() if rows is not None else Fault.INTERNAL
+        present, leaving, writing = self._index.present, self._index.leaving, self._writing
+        there, refused, writes = 0, [], []
         for part, key in enumerate(job.keys):
-            self._store_part(record, part, key, self._row(job, part))
+            if key in present:
+                there += 1
+            elif (write := writing.get(key)) is not None:
+                write.waiters.append((record, part))
+            elif rows is None or refusal is not None or key in leaving:
+                refused.append(part)
+            else:
+                writing[key] = write = Write(key, rows[part], [(record, part)])
+                writes.append(write)
+        self._counters.already_stored(there)
+        if refused:
+            self._counters.failed(STORE, refusal or Fault.NO_ROOM, len(refused))
+        self._jobs.end_parts(record, there, refused, self._epoch)
+        if writes:
+            self._write(writes)
+
+    def _refusal(self) -> Fault | None:
+        """Why nothing is stored now, if that is so."""
+        if self._closed:
+            return Fault.CANCELLED
+        if self._clock() < self._paused_until:
+            return Fault.PAUSED
+        if self._index.capacity is not None and not self._scanned:
+            return Fault.NOT_READY
+        return None
+
+    def _write(self, writes: list[Write]) -> None:
+        """Write as many of these as there is room for."""
+        reserved = self._index.reserve([write.size for write in writes])
+        for write, victims in zip(writes, reserved, strict=False):
+            if victims:
+                write.victims = victims
+                self._record([victim for victim, _ in victims], stored=False)
+        declined = writes[len(reserved) :]
+        for write in declined:
+            write.fault = Fault.NO_ROOM
+            del self._writing[write.key]
+        self._end_waiters(declined)
+        Batch(
+            writes[: len(reserved)],
+            partial(self._medium.store, self._in_use),
+            partial(Stored, self._epoch),
+            self._inbox.put,
+            self._medium.stop,
+        ).start(self._lanes.write, self.settings.write_threads)
 
     def submit_load(self, job: JobMetadata) -> None:
         self._absorb()
-        record = self._jobs.begin(job, self._epoch)
-        for part, key in enumerate(job.keys):
-            self._load_part(record, part, key, self._row(job, part))
+        record, rows = self._jobs.begin(job, self._epoch), self._rows_of(job)
+        if rows is None or self._closed:
+            parts = range(len(job.keys))
+            self._counters.failed(LOAD, Fault.CANCELLED if self._closed else Fault.INTERNAL, len(parts))
+            self._jobs.end_parts(record, 0, parts, self._epoch)
+            return
+        self._index.begin_reads(job.keys)
+        Batch(
+            range(len(job.keys)),
+            partial(self._medium.load, self._in_use, rows),
+            partial(Loaded, record),
+            self._inbox.put,
+            self._medium.stop,
+        ).start(self._lanes.read, self.settings.read_threads)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._absorb()
@@ -267,65 +331,12 @@ class FsTier(SecondaryTierManager):
                 return not self._jobs.num_open
             self._inbox.wait(left)
 
-    def _row(self, job: JobMetadata, part: int) -> memoryview | None:
-        """The row of a job's part; None when there is no such row."""
-        row = job.block_ids[part] if part < len(job.block_ids) else -1
-        return self._rows[row] if 0 <= row < len(self._rows) else None
-
-    def _store_part(self, job: Job, part: int, key: OffloadKey, row: memoryview | None) -> None:
-        if key in self._index.present:
-            self._counters.already_stored += 1
-            self._jobs.end_part(job, part, True, self._epoch)
-            return
-        if key in self._writing:
-            self._writing[key].append((job, part))
-            return
-        if row is None:
-            self._end_unstarted(STORE, job, part, Fault.INTERNAL)
-            return
-        reservation = self._reserve(key, HEADER_BYTES + row.nbytes)
-        if isinstance(reservation, Fault):
-            self._end_unstarted(STORE, job, part, reservation)
-            return
-        waiters = self._writing[key] = [(job, part)]
-        message = Stored(self._epoch, reservation, waiters)
-        self._run(
-            self._lanes.write,
-            partial(self._medium.store, self._in_use, row, message),
-            partial(_not_stored, message),
-        )
-
-    def _reserve(self, key: OffloadKey, size: int) -> Reservation | Fault:
-        """Room for one file, or why it is not written."""
-        if self._closed:
-            return Fault.CANCELLED
-        if self._clock() < self._paused_until:
-            return Fault.PAUSED
-        if self._index.capacity is not None and not self._scanned:
-            return Fault.NOT_READY
-        if key in self._index.leaving:
-            return Fault.NO_ROOM
-        reservation = self._index.reserve(key, size)
-        if reservation is None:
-            return Fault.NO_ROOM
-        self._record([victim for victim, _ in reservation.victims], stored=False)
-        return reservation
-
-    def _load_part(self, job: Job, part: int, key: OffloadKey, row: memoryview | None) -> None:
-        if row is None or self._closed:
-            self._end_unstarted(LOAD, job, part, Fault.CANCELLED if self._closed else Fault.INTERNAL)
-            return
-        self._index.begin_read(key)
-        message = Loaded(self._epoch, job, part)
-        self._run(
-            self._lanes.read,
-            partial(self._medium.load, self._in_use, key, row, message),
-            partial(_not_loaded, message),
-        )
-
-    def _end_unstarted(self, direction: str, job: Job, part: int, fault: Fault) -> None:
-        self._counters.ended(direction, fault, 0, 0.0)
-        self._jobs.end_part(job, part, False, self._epoch)
+    def _rows_of(self, job: JobMetadata) -> list[memoryview] | None:
+        """The rows of the job's parts; None when there are no such rows."""
+        ids, rows = job.block_ids, self._rows
+        if len(ids) < len(job.keys) or (ids and not 0 <= min(ids) <= max(ids) < len(rows)):
+            return None
+        return [rows[row] for row in ids]
 
     def _run(self, lane: JobExecutor, work: Callable[[], Message], failed: Callable[[Fault], Message]) -> None:
         """Have `work` done on a lane. Whatever happens, exactly one message comes of it."""
@@ -346,8 +357,9 @@ class FsTier(SecondaryTierManager):
     # What the threads tell
 
     def _absorb(self) -> None:
-        for message in self._inbox.take_urgent():
-            self._receive(message)
+        urgent = self._inbox.urgent
+        while urgent:
+            self._receive(urgent.popleft())
 
     def _receive(self, message: Message) -> None:
         match message:
@@ -373,21 +385,44 @@ class FsTier(SecondaryTierManager):
                 self._on_scan_ended(message)
 
     def _on_stored(self, message: Stored) -> None:
-        key, good = message.reservation.key, message.fault is None
-        self._counters.ended(STORE, message.fault, message.moved, message.seconds)
-        if good and not message.moved:
-            self._counters.already_stored += 1
+        writes = message.writes
+        self._counters.moved(STORE, sum(write.moved for write in writes), message.seconds)
+        self._counters.already_stored(sum(write.fault is None and not write.moved for write in writes))
         if message.epoch == self._epoch:
-            del self._writing[key]
-            self._index.settle(message.reservation, written=good, kept=message.kept)
-            if good:
-                self._absent.discard(key)
-                self._shunned.discard(key)
-                self._record([key], stored=True)
-            self._record(message.kept, stored=True)
-            self._on_store_trouble(message.fault, message.problem)
-        for job, part in message.waiters:
-            self._jobs.end_part(job, part, good, self._epoch)
+            self._settle(writes)
+        self._end_waiters(writes)
+
+    def _settle(self, writes: Sequence[Write]) -> None:
+        """What is there now, and what not, of this epoch's writes."""
+        writing, index = self._writing, self._index
+        absent, shunned = self._absent, self._shunned
+        for write in writes:
+            key = write.key
+            del writing[key]
+            index.settle(key, write.size, write.victims, written=write.fault is None, kept=write.kept)
+            if write.fault is None:
+                absent.discard(key)
+                shunned.discard(key)
+            else:
+                self._on_store_trouble(write.fault, write.problem)
+            if write.kept:
+                self._record(write.kept, stored=True)
+        if self._events is not None:
+            self._record([write.key for write in writes if write.fault is None], stored=True)
+
+    def _end_waiters(self, writes: Sequence[Write]) -> None:
+        """Tell the jobs that asked for these keys."""
+        good: Counter[Job] = Counter()
+        for write in writes:
+            if write.fault is None:
+                for job, _ in write.waiters:
+                    good[job] += 1
+            else:
+                self._counters.failed(STORE, write.fault)
+                for job, part in write.waiters:
+                    self._jobs.end_parts(job, 0, (part,), self._epoch)
+        for job, count in good.items():
+            self._jobs.end_parts(job, count, (), self._epoch)
 
     def _on_store_trouble(self, fault: Fault | None, problem: str | None) -> None:
         """The next store would fail like this one: pause, so that nobody waits for it."""
@@ -403,24 +438,34 @@ class FsTier(SecondaryTierManager):
             self._say(f"{problem}; nothing is stored until that is better, what is there can be loaded", fault)
 
     def _on_loaded(self, message: Loaded) -> None:
-        self._counters.ended(LOAD, message.fault, message.moved, message.seconds)
-        self._counters.discarded_files += message.discarded
-        if message.epoch == self._epoch:
-            key = message.job.keys[message.part]
-            self._index.end_read(key)
-            if message.fault is None:
-                self._index.add(key, message.moved)
-            elif message.discarded or message.fault is Fault.GONE:
-                if self._index.remove(key):
-                    self._record([key], stored=False)
-                self._absent.add([key])
-            else:
+        job, bad = message.job, message.bad
+        self._counters.moved(LOAD, message.moved, message.seconds)
+        for _, fault, discarded in bad:
+            self._counters.failed(LOAD, fault)
+            self._counters.discarded(discarded)
+        if job.epoch == self._epoch:
+            index, keys = self._index, [job.keys[part] for part in message.good]
+            index.end_reads(keys)
+            for key in keys:
+                if key not in index.present:
+                    index.add(key, self._frame_bytes)
+            self._take_note_of_bad([(job.keys[part], fault, discarded) for part, fault, discarded in bad])
+        self._jobs.end_parts(job, len(message.good), [part for part, _, _ in bad], self._epoch)
+
+    def _take_note_of_bad(self, loads: Sequence[tuple[OffloadKey, Fault, bool]]) -> None:
+        """(key, fault, whether the file was taken away) of loads that failed."""
+        for key, fault, discarded in loads:
+            self._index.end_reads([key])
+            if not (discarded or fault is Fault.GONE):
                 self._shunned.add([key])
-        self._jobs.end_part(message.job, message.part, message.fault is None, self._epoch)
+                continue
+            if self._index.remove(key):
+                self._record([key], stored=False)
+            self._absent.add([key])
 
     def _on_answers(self, message: Answers) -> None:
         if message.fault is not None:
-            self._counters.ended(LOOKUP, message.fault, 0, 0.0)
+            self._counters.failed(LOOKUP, message.fault)
         if message.problem is not None:
             self._say(message.problem)
         absent = []
@@ -545,14 +590,14 @@ class FsTier(SecondaryTierManager):
     def get_stats(self) -> Mapping[str, int | float]:
         """Counters since the start; gauges of what the directory in use holds, as far as it is known (bytes)."""
         self._absorb()
-        return {
-            **self._counters.snapshot(),
-            **{f"fs_buffered_io_total|reason={reason}": count for reason, count in self._mode.fallbacks().items()},
-            "evictions_total|tier=fs": self._evictions_before_reset + self._index.evictions,
-            "tier_bytes_used|tier=fs": self._index.used + self._left_behind,
-            "tier_chunks|tier=fs": len(self._index.present),
-            "fs_stores_paused": int(self._clock() < self._paused_until),
-        }
+        stats = self._counters.snapshot()
+        for reason, count in self._mode.fallbacks().items():
+            stats[f"fs_buffered_io_total|reason={reason}"] = count
+        stats["evictions_total|tier=fs"] = self._evictions_before_reset + self._index.evictions
+        stats["tier_bytes_used|tier=fs"] = self._index.used + self._left_behind
+        stats["tier_chunks|tier=fs"] = len(self._index.present)
+        stats["fs_stores_paused"] = int(self._clock() < self._paused_until)
+        return stats
 
     def _record(self, keys: Sequence[OffloadKey], *, stored: bool) -> None:
         if self._events is not None and keys:
@@ -583,7 +628,7 @@ class FsTier(SecondaryTierManager):
         self._absorb()
         self._index.check()
         assert self._asked.isdisjoint(self._questions)
-        assert all(self._writing.values())
+        assert all(write.waiters for write in self._writing.values())
         assert self._index.num_reservations == len(self._writing)
 
 
@@ -592,15 +637,3 @@ def private_fingerprint(fingerprint: Fingerprint) -> Fingerprint:
     fields = dict(fingerprint.fields)
     fields["generation"] = json.dumps(uuid.uuid4().hex)
     return Fingerprint(tuple(sorted(fields.items())))
-
-
-def _not_stored(message: Stored, fault: Fault) -> Stored:
-    """A write that did not begin, or ended in a way that says nothing about its victims: they are looked for again."""
-    message.fault = fault
-    message.kept = [victim for victim, _ in message.reservation.victims]
-    return message
-
-
-def _not_loaded(message: Loaded, fault: Fault) -> Loaded:
-    message.fault = fault
-    return message
