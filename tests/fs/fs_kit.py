@@ -118,7 +118,7 @@ def _intercepted(operation: str) -> Callable[..., object]:
 
 
 OPERATIONS = [
-    "open", "close", "size", "chmod", "preadv", "pwritev", "fdatasync", "rename", "unlink", "stat_size", "mkdir",
+    "open", "close", "size", "mode", "chmod", "preadv", "pwritev", "fdatasync", "rename", "unlink", "stat_size", "mkdir",
     "rmdir", "scandir",
 ]  # fmt: skip
 for _operation in OPERATIONS:

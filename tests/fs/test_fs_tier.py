@@ -87,6 +87,35 @@ def test_unknown_is_asked_once_a_pass_and_answered_by_the_next(tmp_path: Path) -
     bench.assert_idle()
 
 
+def test_what_is_known_of_one_key_never_stands_for_another(tmp_path: Path) -> None:
+    """A batch that is all alike is answered as one, so every mix of what there is must not be taken for such a batch.
+
+    Mutations: without its look at the writes, at `leaving`, at what is absent or at what is asked, the short way of
+    lookup answers at least one of these wrongly.
+    """
+    asking, writing = HandLane(), HandLane()
+    bench = Bench(tmp_path, lanes=inline_lanes(lookup=asking, write=writing), capacity=2 * FRAME)
+    bench.clock.now += 60
+    there, coming, nowhere, asked, new, going = keys_of("a", 6)
+    bench.submit([there, going], load=False)
+    writing.run_all()
+    assert bench.lookup([nowhere]) == [RETRY]
+    asking.run()
+    bench.tier.touch([there], REQ)
+    bench.submit([coming], load=False)  # `going` has to leave for it
+    assert bench.lookup([asked]) == [RETRY]
+    known = {
+        there: HIT, coming: LookupResult.HIT_PENDING, nowhere: MISS, asked: RETRY, going: MISS,
+    }  # fmt: skip
+    for one, answer in known.items():
+        assert bench.tier.lookup([one], REQ) == [answer]
+        for other, its_answer in known.items():
+            assert bench.tier.lookup([one, other], REQ) == [answer, its_answer]
+    for one, answer in known.items():
+        assert bench.tier.lookup([one, new], REQ) == [answer, RETRY]
+    bench.tier.check()
+
+
 def test_no_more_is_asked_than_can_be_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_tiered_offload.tiers.fs.tier.MAX_QUESTIONS", 2)
     bench = Bench(tmp_path, lanes=inline_lanes(lookup=HandLane()))
@@ -541,6 +570,7 @@ def test_a_closed_lane_takes_nothing_and_its_threads_end() -> None:
         ({"root": "/r", "io": "mmap"}, "tiers[0].io: got"),
         ({"root": "/r", "fsync": True}, "tiers[0].fsync: got"),
         ({"root": "/r", "write_threads": 0}, "tiers[0].write_threads: got 0, expected at least 1"),
+        ({"root": "/r", "share_refresh": 0}, "tiers[0].share_refresh: got 0, expected at least 0.1"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -158,7 +158,8 @@ class BlockIo:
             namespace.make_directory_of(path)
             fd = self.files.open(path, flags, FILE_MODE)
         try:
-            self.files.chmod(fd, FILE_MODE)  # whatever the umask is
+            if self.files.mode(fd) != FILE_MODE:  # the umask; a chmod that changes nothing still costs a journal entry
+                self.files.chmod(fd, FILE_MODE)
         except BaseException:
             self.files.close(fd)
             raise

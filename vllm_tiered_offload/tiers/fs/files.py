@@ -33,6 +33,10 @@ class Files:
         """Bytes of the open file."""
         return os.fstat(fd).st_size
 
+    def mode(self, fd: int) -> int:
+        """Permission bits of the open file."""
+        return os.fstat(fd).st_mode & 0o777
+
     def chmod(self, target: str | int, mode: int) -> None:
         """Of a path or a descriptor."""
         os.chmod(target, mode)

@@ -32,10 +32,10 @@ class ExpiringKeys:
         self._until: dict[OffloadKey, float] = {}
 
     def add(self, keys: Iterable[OffloadKey]) -> None:
-        until, end = self._until, self._clock() + self._ttl
-        for key in keys:
-            until.pop(key, None)
-            until[key] = end
+        new = dict.fromkeys(keys, self._clock() + self._ttl)
+        for key in self._until.keys() & new.keys():
+            del self._until[key]
+        self._until.update(new)
 
     def discard(self, key: OffloadKey) -> None:
         self._until.pop(key, None)
@@ -52,6 +52,14 @@ class ExpiringKeys:
 
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._until
+
+    def has_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether each of them is in it."""
+        return all(map(self._until.__contains__, keys))
+
+    def has_none(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether none of them is in it."""
+        return self._until.keys().isdisjoint(keys)
 
     def __len__(self) -> int:
         return len(self._until)
@@ -80,6 +88,14 @@ class KeyIndex:
         # The next victims, oldest first, as of the last look; who was touched or came again since is in `_touched`.
         self._candidates: deque[OffloadKey] = deque()
         self._touched: set[OffloadKey] = set()
+
+    def has_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether each of them is present."""
+        return all(map(self.present.__contains__, keys))
+
+    def has_none(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether none of them is present."""
+        return self.present.keys().isdisjoint(keys)
 
     def add(self, key: OffloadKey, size: int) -> bool:
         """The file is there; whether that is news. A key on its way out stays so."""

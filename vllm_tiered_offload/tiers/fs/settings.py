@@ -17,8 +17,8 @@ class FsTierSettings(Block):
         default=None,
         description="Bytes that this model's chunks may take there, frames included; without it, as many as there are.",
     )
-    read_threads: int = Field(default=4, ge=1, le=256, description="Threads that load; stores never hold them up.")
-    write_threads: int = Field(default=4, ge=1, le=256, description="Threads that store.")
+    read_threads: int = Field(default=16, ge=1, le=256, description="Threads that load; stores never hold them up.")
+    write_threads: int = Field(default=16, ge=1, le=256, description="Threads that store.")
     fsync: Literal["none", "data"] = Field(
         default="none",
         description="Whether a chunk is flushed to the device before it becomes visible. Without it a power failure may"
@@ -38,7 +38,7 @@ class FsTierSettings(Block):
         default="remove", description="What happens to a file that is not what it should be."
     )
     share_refresh: float = Field(
-        default=5.0, ge=0, description="Seconds after which a chunk that was not there is looked for again."
+        default=5.0, ge=0.1, description="Seconds after which a chunk that was not there is looked for again."
     )
 
     @field_validator("root")

@@ -198,15 +198,34 @@ class FsTier(SecondaryTierManager):
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:  # noqa: ARG002
         self._absorb()
-        if not self._shunned and all(map(self._index.present.__contains__, keys)):
-            results = [LookupResult.HIT] * len(keys)
+        self._absent.purge()
+        self._shunned.purge()
+        misses_at_once = self._closed or self._clock() < self._complete_until
+        if (all_alike := self._look_up_alike(keys, misses_at_once)) is not None:
+            results = [all_alike] * len(keys)
         else:
-            self._absent.purge()
-            self._shunned.purge()
-            misses_at_once = self._closed or self._clock() < self._complete_until
             results = [self._look_up(key, misses_at_once) for key in keys]
         self._counters.looked_up(results)
         return results
+
+    def _look_up_alike(self, keys: Sequence[OffloadKey], misses_at_once: bool) -> LookupResult | None:
+        """The answer where it is the same for all: prompts that are known, new, or asked again."""
+        if self._shunned or self._index.leaving or not self._writing.keys().isdisjoint(keys):
+            return None
+        if self._index.has_all(keys):
+            return LookupResult.HIT
+        if self._asked.issuperset(keys):
+            return LookupResult.RETRY
+        if self._absent.has_all(keys):
+            return LookupResult.MISS
+        if not (self._index.has_none(keys) and self._asked.isdisjoint(keys) and self._absent.has_none(keys)):
+            return None
+        if misses_at_once:
+            return LookupResult.MISS
+        if len(self._asked) + len(self._questions) + len(keys) > MAX_QUESTIONS:
+            return None
+        self._questions.update(dict.fromkeys(keys))
+        return LookupResult.RETRY
 
     def _look_up(self, key: OffloadKey, misses_at_once: bool) -> LookupResult:
         if key in self._shunned or key in self._index.leaving:
@@ -468,13 +487,11 @@ class FsTier(SecondaryTierManager):
             self._counters.failed(LOOKUP, message.fault)
         if message.problem is not None:
             self._say(message.problem)
-        absent = []
-        for key, size in message.sizes.items():
-            self._asked.discard(key)
-            if size is None:
-                absent.append(key)
-            else:
-                self._index.add(key, size)
+        self._asked.difference_update(message.sizes)
+        found = [(key, size) for key, size in message.sizes.items() if size is not None]
+        for key, size in found:
+            self._index.add(key, size)
+        absent = [key for key, size in message.sizes.items() if size is None] if found else message.sizes
         self._absent.add(absent)
 
     def _on_scan_ended(self, message: ScanEnded) -> None:
