@@ -87,14 +87,19 @@ def _is_plain_file(mode: int) -> bool:
 
 
 def remove_tree(files: Files, path: str) -> None:
-    """Remove a directory of plain files and directories. What is gone already does not matter; other trouble raises."""
+    """Remove a directory and all that is in it. What is gone already does not matter; other trouble raises.
+
+    A symbolic link goes, and what it points to stays: only what cannot be unlinked is looked into.
+    """
     try:
         for entry in list(files.scandir(path)):
             child = f"{path}/{entry.name}"
-            if entry.size is None:
-                remove_tree(files, child)
-            else:
+            try:
                 remove_file(files, child)
+            except (IsADirectoryError, PermissionError):  # Linux, POSIX
+                if entry.size is not None:
+                    raise
+                remove_tree(files, child)
         files.rmdir(path)
     except FileNotFoundError:
         pass
