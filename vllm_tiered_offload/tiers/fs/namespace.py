@@ -12,7 +12,6 @@ Everything here blocks, and any thread but the scheduler's may call it.
 """
 
 import errno
-import json
 import logging
 import os
 import re
@@ -20,26 +19,23 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cached_property
 
 from vllm_tiered_offload.contract.fingerprint import Fingerprint
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.tiers.fs.faults import Fault, NamespaceError, classify
 from vllm_tiered_offload.tiers.fs.files import Files, remove_file, remove_tree
+from vllm_tiered_offload.tiers.fs.manifest import MANIFEST, Manifest, ManifestError, read_manifest
 from vllm_tiered_offload.tiers.fs.owner import Owner
 
 logger = logging.getLogger(__name__)
 
 VERSION_DIRECTORY = "v1"
-MANIFEST = "manifest.json"
-MANIFEST_FORMAT = "vllm-tiered-offload fs 1"
 QUARANTINE = "quarantine"
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 FAN_OUT_DIGITS = 2
 
-_MANIFEST_LIMIT = 1 << 20
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _KEY = re.compile(r"(?:[0-9a-f]{2}){2,}")
 
@@ -184,15 +180,14 @@ class Namespace:
         if self._checked:
             return True
         try:
-            text = _read_file(self.files, f"{self.path}/{MANIFEST}")
+            if read_manifest(self.files, self.path).fingerprint != self.fingerprint:
+                raise ManifestError("is another model's")
         except (FileNotFoundError, NotADirectoryError):
             return False
-        found = manifest_fingerprint(text)
-        if found is None or found.digest != self.fingerprint.digest:
-            what = "is no manifest" if found is None else "is another model's"
+        except ManifestError as error:
             raise NamespaceError(
-                Fault.REFUSED, f"{self.path}/{MANIFEST} {what}: this directory is not used; remove it to start anew"
-            )
+                Fault.REFUSED, f"{self.path}/{MANIFEST} {error}: this directory is not used; remove it to start anew"
+            ) from error
         self._checked = True
         return True
 
@@ -216,16 +211,16 @@ class Namespace:
         self.files.chmod(path, DIRECTORY_MODE)
 
     def _write_manifest(self) -> None:
-        text = json.dumps(self._manifest(), indent=1) + "\n"
+        text = Manifest.new(self.fingerprint, self.owner if self.private else None).to_bytes()
         path = f"{self.path}/{MANIFEST}"
         temporary = self.temporary_path(path)
         try:
             fd = self.files.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
             try:
                 self.files.chmod(fd, FILE_MODE)
-                data = memoryview(text.encode())
+                data = memoryview(text)
                 while data:
-                    data = data[self.files.pwritev(fd, [data], len(text.encode()) - len(data)) :]
+                    data = data[self.files.pwritev(fd, [data], len(text) - len(data)) :]
                 # Even with fsync "none": an empty manifest after a power failure would lock the directory.
                 self.files.fdatasync(fd)
             finally:
@@ -235,57 +230,6 @@ class Namespace:
             with suppress(OSError):
                 remove_file(self.files, temporary)
             raise
-
-    def _manifest(self) -> dict[str, object]:
-        return {
-            "format": MANIFEST_FORMAT,
-            "about": "KV cache of a language model. Chunks are valid only for exactly these fields.",
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "fields": {name: json.loads(value) for name, value in self.fingerprint.fields},
-            "private_to": asdict(self.owner) if self.private else None,
-            "fingerprint": self.fingerprint.to_json(),
-        }
-
-
-def manifest_fingerprint(text: bytes) -> Fingerprint | None:
-    """The fingerprint that a manifest names; None for whatever is no manifest."""
-    manifest = _parse_manifest(text)
-    try:
-        return Fingerprint.from_json(str(manifest["fingerprint"]))
-    except (KeyError, ValueError):
-        return None
-
-
-def manifest_owner(text: bytes) -> Owner | None:
-    """Whose private generation it is; None for a shared directory and for whatever is no manifest."""
-    owner = _parse_manifest(text).get("private_to")
-    if not isinstance(owner, dict):
-        return None
-    engine, host, pid = owner.get("engine"), owner.get("host"), owner.get("pid")
-    if isinstance(engine, str) and isinstance(host, str) and isinstance(pid, int) and pid > 0:
-        return Owner(engine, host, pid)
-    return None
-
-
-def _parse_manifest(text: bytes) -> dict[str, object]:
-    try:
-        manifest = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return manifest if isinstance(manifest, dict) and manifest.get("format") == MANIFEST_FORMAT else {}
-
-
-def _read_file(files: Files, path: str) -> bytes:
-    """The first megabyte."""
-    fd = files.open(path, os.O_RDONLY)
-    try:
-        buffer = bytearray(min(files.size(fd), _MANIFEST_LIMIT))
-        done = 0
-        while done < len(buffer) and (read := files.preadv(fd, [memoryview(buffer)[done:]], done)):
-            done += read
-        return bytes(buffer[:done])
-    finally:
-        files.close(fd)
 
 
 def collect_private_generations(files: Files, root: str, owner: Owner) -> int:
@@ -299,12 +243,12 @@ def collect_private_generations(files: Files, root: str, owner: Owner) -> int:
     for name in names:
         path = f"{parent}/{name}"
         try:
-            other = manifest_owner(_read_file(files, f"{path}/{MANIFEST}"))
+            other = read_manifest(files, path).private_to
             mtime = next((e.mtime for e in files.scandir(path) if e.name == MANIFEST), None)
             if other is not None and mtime is not None and owner.finds_stale(other, time.time() - mtime):
                 remove_tree(files, path)
                 count += 1
-        except OSError as error:
+        except (OSError, ManifestError) as error:
             logger.info("fs tier: %s was not looked through: %s", path, error)
     return count
 
