@@ -1,0 +1,1 @@
+"""The command `vllm-tiered-offload`. Imports neither vLLM nor torch, so that it answers at once."""

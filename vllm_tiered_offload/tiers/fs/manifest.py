@@ -5,10 +5,12 @@ manifest is refused with a reason, and no name in it ever becomes a path.
 """
 
 import json
+import math
 import os
 import re
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from vllm_tiered_offload.contract.fingerprint import Fingerprint
 from vllm_tiered_offload.tiers.fs.files import Files
@@ -25,6 +27,7 @@ _FIELD_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ENGINE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HOST = re.compile(r"[0-9a-f]{12}")
 _MAX_PID = 1 << 31
+_MAX_DEPTH = 32
 
 
 class ManifestError(ValueError):
@@ -44,13 +47,18 @@ class Manifest:
         """Made now."""
         return cls(fingerprint, private_to, time.strftime(_TIME, time.gmtime()))
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The fingerprint's fields and their values."""
+        return {name: json.loads(value) for name, value in self.fingerprint.fields}
+
     def to_bytes(self) -> bytes:
         """What `parse` reads."""
         manifest = {
             "format": FORMAT,
             "about": _ABOUT,
             "created": self.created,
-            "fields": {name: json.loads(value) for name, value in self.fingerprint.fields},
+            "fields": self.values,
             "private_to": None if self.private_to is None else asdict(self.private_to),
             "fingerprint": self.fingerprint.to_json(),
         }
@@ -106,11 +114,26 @@ def _fingerprint(text: object) -> Fingerprint:
     for name, value in fingerprint.fields:
         if not _FIELD_NAME.fullmatch(name):
             raise ManifestError("has a fingerprint with a field that is no name")
-        try:
-            json.loads(value)
-        except (ValueError, RecursionError):
-            raise ManifestError(f"has a fingerprint whose field {name} is not JSON") from None
+        if not _is_plain_json(value):
+            raise ManifestError(f"has a fingerprint whose field {name} is not plain JSON")
     return fingerprint
+
+
+def _is_plain_json(text: str) -> bool:
+    """Whether a fingerprint could have it: finite numbers, and nested so little that anybody can walk through it."""
+    try:
+        return _is_plain(json.loads(text), _MAX_DEPTH)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _is_plain(value: object, depth: int) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if not isinstance(value, dict | list):
+        return True
+    children = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(_is_plain(child, depth - 1) for child in children)
 
 
 def _owner(found: object) -> Owner | None:

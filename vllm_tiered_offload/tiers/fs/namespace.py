@@ -30,12 +30,15 @@ from vllm_tiered_offload.tiers.fs.owner import Owner
 
 logger = logging.getLogger(__name__)
 
-VERSION_DIRECTORY = "v1"
+FORMAT_VERSION = 1
+VERSION_DIRECTORY = f"v{FORMAT_VERSION}"
 QUARANTINE = "quarantine"
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 FAN_OUT_DIGITS = 2
 
+_VERSION = re.compile(r"v(0|[1-9][0-9]{0,3})")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _KEY = re.compile(r"(?:[0-9a-f]{2}){2,}")
 
@@ -148,9 +151,7 @@ class Namespace:
             return []
         for entry in entries:
             self._collect(self.path, entry.name, entry.mtime)
-        return [
-            f"{self.path}/{entry.name}" for entry in entries if entry.size is None and _FAN_OUT.fullmatch(entry.name)
-        ]
+        return [f"{self.path}/{entry.name}" for entry in entries if entry.size is None and is_fan_out(entry.name)]
 
     def _scan_directory(self, directory: str) -> list[tuple[OffloadKey, int]]:
         found = []
@@ -158,8 +159,9 @@ class Namespace:
             for entry in self.files.scandir(directory):
                 if entry.size is None:
                     continue
-                if _KEY.fullmatch(entry.name) and entry.name[:FAN_OUT_DIGITS] == directory[-FAN_OUT_DIGITS:]:
-                    found.append((OffloadKey(bytes.fromhex(entry.name)), entry.size))
+                key = key_of(os.path.basename(directory), entry.name)
+                if key is not None:
+                    found.append((key, entry.size))
                 else:
                     self._collect(directory, entry.name, entry.mtime)
         return found
@@ -232,6 +234,35 @@ class Namespace:
             raise
 
 
+def key_of(directory: str, name: str) -> OffloadKey | None:
+    """The chunk that a file of this name in a directory of that name is; None when it is none."""
+    if _KEY.fullmatch(name) and name[:FAN_OUT_DIGITS] == directory:
+        return OffloadKey(bytes.fromhex(name))
+    return None
+
+
+def is_digest(name: str) -> bool:
+    """Whether a directory of this name in a version directory is a namespace."""
+    return _DIGEST.fullmatch(name) is not None
+
+
+def is_fan_out(name: str) -> bool:
+    """Whether a directory of this name in a namespace holds chunks."""
+    return _FAN_OUT.fullmatch(name) is not None
+
+
+def version_of(name: str) -> int | None:
+    """The format version that a directory of this name in a root holds; None when it holds none."""
+    match = _VERSION.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_older_format(name: str) -> bool:
+    """Whether a directory of this name in a root holds what no engine of this version uses."""
+    version = version_of(name)
+    return version is not None and version < FORMAT_VERSION
+
+
 def collect_private_generations(files: Files, root: str, owner: Owner) -> int:
     """Remove the private directories of engines that ended without doing so; how many there were."""
     count = 0
@@ -254,13 +285,24 @@ def collect_private_generations(files: Files, root: str, owner: Owner) -> int:
 
 
 def try_root(root: str) -> None:
-    """Raise NamespaceError unless `root` is there, or can be made, and takes a file. Leaves no file, even if killed."""
+    """Raise NamespaceError unless `root` is there, or can be made, and takes a file. Leaves no file, even if killed.
+
+    Says so when older versions have left something there, for nobody else would ever notice.
+    """
     try:
         os.makedirs(root, DIRECTORY_MODE, exist_ok=True)
         os.close(os.open(root, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE))
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):  # a filesystem without nameless files
             raise _unwritable(root, error) from error
+    with suppress(OSError):
+        if any(is_older_format(name) for name in os.listdir(root)):
+            logger.warning(
+                "fs tier: %s holds chunks of an older version, which take room and are never used: "
+                '"vllm-tiered-offload fs drop %s --old-formats" removes them',
+                root,
+                root,
+            )
 
 
 def _unwritable(root: str, error: OSError) -> NamespaceError:
