@@ -1,14 +1,19 @@
-"""What is removed with a namespace, and what is not."""
+"""A namespace comes and goes whole, and nothing but the namespace goes with it."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
-from fs_kit import Bench, keys_of
+from fs_kit import HIT, Bench, FaultyFiles, fingerprint, keys_of, temporaries
 
 from vllm_tiered_offload.tiers.fs.files import Files, remove_tree
+from vllm_tiered_offload.tiers.fs.namespace import Namespace
+from vllm_tiered_offload.tiers.fs.owner import Owner, host_token
 
 pytestmark = pytest.mark.fast
+
+DEAD = Owner("whoever", host_token(), 2**30)
 
 
 def test_a_link_goes_and_what_it_points_to_stays(tmp_path: Path) -> None:
@@ -39,3 +44,56 @@ def test_trouble_with_a_file_is_raised_and_not_taken_for_a_directory(tmp_path: P
     with pytest.raises(PermissionError):
         remove_tree(Refuses(), str(tmp_path / "tree"))
     assert (tmp_path / "tree" / "file").exists()
+
+
+@pytest.mark.parametrize("operation", ["mkdir", "open", "chmod", "pwritev", "fdatasync", "rename"])
+def test_a_namespace_that_could_not_be_made_is_not_there_at_all(tmp_path: Path, operation: str) -> None:
+    """Mutation: making the directory first and its manifest in it leaves a directory that nobody ever collects."""
+    files = FaultyFiles()
+    keys = keys_of("a", 1)
+    bench = Bench(tmp_path, files=files, model=fingerprint(model="later"))
+    namespace = Namespace(files, str(tmp_path), fingerprint(), "engine", private=True)
+    files.fail(operation, errno.EIO)
+    with pytest.raises(Exception, match="cannot be written"):
+        namespace.prepare_for_writing()
+    files.rules.clear()
+    assert os.listdir(tmp_path / "v1") == [Path(bench.tier.namespace_path).name]
+    namespace.prepare_for_writing()
+    bench.store(keys)
+    assert bench.lookup(keys) == [HIT]
+
+
+def test_half_made_and_half_removed_namespaces_of_the_dead_are_collected(tmp_path: Path) -> None:
+    left = [tmp_path / "v1" / owner.temporary_name() for owner in (DEAD, Owner.of("engine"))]
+    for directory in left:
+        (directory / "ab").mkdir(parents=True)
+        (directory / "ab" / "chunk").write_bytes(b"x")
+    Bench(tmp_path)
+    assert [directory.exists() for directory in left] == [False, True]
+
+
+def test_a_removal_that_was_held_up_goes_on_where_it_was(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    namespace = Namespace(files, str(tmp_path), fingerprint(), "engine", private=True)
+    namespace.prepare_for_writing()
+    files.fail("unlink", errno.EBUSY, times=1)
+    with pytest.raises(OSError, match="busy"):
+        namespace.remove()
+    assert not Path(namespace.path).exists(), "out of everybody's sight at once"
+    assert len(temporaries(tmp_path)) == 1
+    namespace.remove()
+    assert not list((tmp_path / "v1").iterdir())
+
+
+def test_a_manifest_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
+    keys = keys_of("a", 2)
+    first = Bench(tmp_path)
+    first.store(keys[:1])
+    manifest = Path(first.tier.namespace_path) / "manifest.json"
+    text = manifest.read_text()
+    manifest.unlink()
+    second = Bench(tmp_path)
+    assert second.store(keys[1:]).success
+    assert manifest.read_text()[-200:] == text[-200:]
+    assert not temporaries(tmp_path)
+    assert second.lookup(keys) == [HIT, HIT]

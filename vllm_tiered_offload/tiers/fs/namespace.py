@@ -6,6 +6,10 @@
 
 Two digits make 256 directories: a million chunks are 4,000 names in each, a scan is short, and soon no store has to
 make a directory any more (with 4096 of them, the first gigabytes were written a sixth slower).
+
+A namespace comes and goes whole: it is made under a temporary's name and renamed when its manifest is in it, and
+renamed back before it is emptied. So a kill leaves a temporary, whose name says who may collect it.
+
 Directories are 0700 and files 0600 whatever the umask: they hold users' prompts. A new file format gets a new "v2".
 
 Everything here blocks, and any thread but the scheduler's may call it.
@@ -58,7 +62,8 @@ class Namespace:
         self._lock = threading.Lock()
         self._checked = False  # the manifest was there and ours
         self._prepared = False
-        self._retired = False  # about to be removed: no late write may make it again
+        # Where it is removed, once that was begun: no late write may make it again then.
+        self._grave: str | None = None
 
     @cached_property
     def owner(self) -> Owner:
@@ -86,12 +91,12 @@ class Namespace:
         with self._lock:
             if self._prepared:
                 return
-            if self._retired:
+            if self._grave is not None:
                 raise NamespaceError(Fault.CANCELLED, f"{self.path} is being removed")
             try:
-                self._make_directories()
+                self._make_root()
                 if not self._check():
-                    self._write_manifest()
+                    self._create()
             except OSError as error:
                 raise self._unwritable(error) from error
             self._prepared = self._checked = True
@@ -130,9 +135,11 @@ class Namespace:
     def remove(self) -> None:
         """Remove the whole directory, for good. Raises OSError when something stays."""
         with self._lock:
-            self._retired = True
+            self._grave = self._grave or self.temporary_path(self.path)
             self._prepared = self._checked = False
-        remove_tree(self.files, self.path)
+        with suppress(FileNotFoundError):
+            self.files.rename(self.path, self._grave)
+        remove_tree(self.files, self._grave)
 
     def scan(self, stop: threading.Event) -> Iterator[list[tuple[OffloadKey, int]]]:
         """(key, bytes) of every chunk, a list for each directory; removes stale temporaries on the way.
@@ -193,7 +200,7 @@ class Namespace:
         self._checked = True
         return True
 
-    def _make_directories(self) -> None:
+    def _make_root(self) -> None:
         missing = []
         parent = os.path.dirname(self._root)
         while not os.path.isdir(parent):
@@ -202,7 +209,7 @@ class Namespace:
         for path in reversed(missing):
             with suppress(FileExistsError):
                 self.files.mkdir(path, 0o777)
-        for path in (self._root, os.path.dirname(self.path), self.path):
+        for path in (self._root, os.path.dirname(self.path)):
             self._make_directory(path)
 
     def _make_directory(self, path: str) -> None:
@@ -212,26 +219,44 @@ class Namespace:
             return
         self.files.chmod(path, DIRECTORY_MODE)
 
-    def _write_manifest(self) -> None:
-        text = Manifest.new(self.fingerprint, self.owner if self.private else None).to_bytes()
+    def _create(self) -> None:
+        """Make the directory with its manifest; or the manifest alone, where a directory without one is there."""
+        new = self.temporary_path(self.path)
+        try:
+            self._make_directory(new)
+            self._write_manifest(f"{new}/{MANIFEST}")
+            self.files.rename(new, self.path)
+        except BaseException as error:
+            with suppress(OSError):
+                remove_tree(self.files, new)
+            if not isinstance(error, OSError) or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        if not self._check():
+            self._add_manifest()
+
+    def _add_manifest(self) -> None:
         path = f"{self.path}/{MANIFEST}"
         temporary = self.temporary_path(path)
         try:
-            fd = self.files.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
-            try:
-                self.files.chmod(fd, FILE_MODE)
-                data = memoryview(text)
-                while data:
-                    data = data[self.files.pwritev(fd, [data], len(text) - len(data)) :]
-                # Even with fsync "none": an empty manifest after a power failure would lock the directory.
-                self.files.fdatasync(fd)
-            finally:
-                self.files.close(fd)
+            self._write_manifest(temporary)
             self.files.rename(temporary, path)
         except BaseException:
             with suppress(OSError):
                 remove_file(self.files, temporary)
             raise
+
+    def _write_manifest(self, path: str) -> None:
+        text = Manifest.new(self.fingerprint, self.owner if self.private else None).to_bytes()
+        fd = self.files.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
+        try:
+            self.files.chmod(fd, FILE_MODE)
+            data = memoryview(text)
+            while data:
+                data = data[self.files.pwritev(fd, [data], len(text) - len(data)) :]
+            # Even with fsync "none": an empty manifest after a power failure would lock the directory.
+            self.files.fdatasync(fd)
+        finally:
+            self.files.close(fd)
 
 
 def key_of(directory: str, name: str) -> OffloadKey | None:
@@ -264,7 +289,7 @@ def is_older_format(name: str) -> bool:
 
 
 def collect_private_generations(files: Files, root: str, owner: Owner) -> int:
-    """Remove the private directories of engines that ended without doing so; how many there were."""
+    """Remove what engines that have ended left half made, half removed or private to them; how much there was."""
     count = 0
     parent = f"{root}/{VERSION_DIRECTORY}"
     try:
@@ -274,14 +299,32 @@ def collect_private_generations(files: Files, root: str, owner: Owner) -> int:
     for name in names:
         path = f"{parent}/{name}"
         try:
-            other = read_manifest(files, path).private_to
-            mtime = next((e.mtime for e in files.scandir(path) if e.name == MANIFEST), None)
-            if other is not None and mtime is not None and owner.finds_stale(other, time.time() - mtime):
-                remove_tree(files, path)
+            if _is_left_behind(files, path, owner):
+                remove_directory(files, path, owner)
                 count += 1
         except (OSError, ManifestError) as error:
             logger.info("fs tier: %s was not looked through: %s", path, error)
     return count
+
+
+def _is_left_behind(files: Files, path: str, owner: Owner) -> bool:
+    maker = Owner.of_temporary(os.path.basename(path))
+    if maker is not None:
+        return owner.finds_stale(maker, 0.0)
+    other = read_manifest(files, path).private_to
+    mtime = next((entry.mtime for entry in files.scandir(path) if entry.name == MANIFEST), None)
+    return other is not None and mtime is not None and owner.finds_stale(other, time.time() - mtime)
+
+
+def remove_directory(files: Files, path: str, owner: Owner) -> None:
+    """Take a directory out of everybody's sight, then empty it. Raises OSError when something stays.
+
+    `owner` is this process. One that is gone already does not matter.
+    """
+    grave = f"{os.path.dirname(path)}/{owner.temporary_name()}"
+    with suppress(FileNotFoundError):
+        files.rename(path, grave)
+        remove_tree(files, grave)
 
 
 def try_root(root: str) -> None:

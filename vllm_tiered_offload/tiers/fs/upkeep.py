@@ -8,14 +8,13 @@ short, the rest is a temporary like any other.
 What goes is decided on a survey, without I/O; `remove` does it.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from vllm_tiered_offload.tiers.fs.files import Files, remove_file, remove_tree
+from vllm_tiered_offload.tiers.fs.files import Files, remove_file
 from vllm_tiered_offload.tiers.fs.inspect import NamespaceSurvey, RootSurvey
-from vllm_tiered_offload.tiers.fs.namespace import is_older_format
+from vllm_tiered_offload.tiers.fs.namespace import is_older_format, remove_directory
 from vllm_tiered_offload.tiers.fs.owner import Owner
 
 
@@ -104,14 +103,7 @@ def one_namespace(found: RootSurvey, prefix: str, judge: Judge) -> Removal:
 
 def remove(files: Files, removal: Removal, me: Owner) -> None:
     """Do it. What is gone already does not matter; raises OSError when something stays."""
-    if not removal.is_directory:
+    if removal.is_directory:
+        remove_directory(files, removal.path, me)
+    else:
         remove_file(files, removal.path)
-        return
-    path = removal.path
-    if removal.what is not What.TEMPORARY:
-        path = f"{os.path.dirname(path)}/{me.temporary_name()}"
-        try:
-            files.rename(removal.path, path)
-        except FileNotFoundError:
-            return
-    remove_tree(files, path)
