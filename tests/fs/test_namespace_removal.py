@@ -48,7 +48,6 @@ def test_trouble_with_a_file_is_raised_and_not_taken_for_a_directory(tmp_path: P
 
 @pytest.mark.parametrize("operation", ["mkdir", "open", "chmod", "pwritev", "fdatasync", "rename"])
 def test_a_namespace_that_could_not_be_made_is_not_there_at_all(tmp_path: Path, operation: str) -> None:
-    """Mutation: making the directory first and its manifest in it leaves a directory that nobody ever collects."""
     files = FaultyFiles()
     keys = keys_of("a", 1)
     bench = Bench(tmp_path, files=files, model=fingerprint(model="later"))
@@ -61,6 +60,17 @@ def test_a_namespace_that_could_not_be_made_is_not_there_at_all(tmp_path: Path, 
     namespace.prepare_for_writing()
     bench.store(keys)
     assert bench.lookup(keys) == [HIT]
+
+
+def test_a_namespace_is_not_there_before_its_manifest_is(tmp_path: Path) -> None:
+    """A kill in between would leave a directory that says nobody's name. Mutation: making it in its place."""
+    files, seen = FaultyFiles(), []
+    namespace = Namespace(files, str(tmp_path), fingerprint(), "engine", private=True)
+    files.rules["fdatasync"] = lambda _: seen.append(os.listdir(tmp_path / "v1"))
+    namespace.prepare_for_writing()
+    [[name]] = seen
+    assert Owner.of_temporary(name) == Owner.of("engine")
+    assert os.listdir(tmp_path / "v1") == [Path(namespace.path).name]
 
 
 def test_half_made_and_half_removed_namespaces_of_the_dead_are_collected(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Exit codes, and the errors that the user of the command can do something about."""
 
-OK = 0
 FOUND_BAD = 1  # verify found a bad file; explain, that the two do not share
 USAGE = 2
 INCOMPLETE = 3  # something could not be read or removed

@@ -1,10 +1,9 @@
 """Entry point of the command: mistakes of the user and trouble of the system end as one line, not as a traceback."""
 
-import os
 import sys
 from collections.abc import Sequence
 
-from vllm_tiered_offload.cli.errors import INCOMPLETE, OK, USAGE, UserError
+from vllm_tiered_offload.cli.errors import INCOMPLETE, USAGE, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -17,9 +16,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(None if arguments is None else list(arguments))
     except UserError as error:
         _end(f"error: {error}", USAGE)
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(OK)
     except OSError as error:
         _end(f"error: {error.filename or ''}: {error.strerror or error}", INCOMPLETE)
 

@@ -53,21 +53,20 @@ class Judge:
 
 
 def garbage(found: RootSurvey, judge: Judge, *, keep_quarantine: bool = False) -> Iterator[Removal]:
-    """What nobody will ever use again."""
-    whole = set()
-    for namespace in found.namespaces.values():
-        if namespace.owner is not None and judge.may_remove(namespace.owner, namespace.usage.newest):
-            whole.add(namespace.digest)
-            yield _whole(namespace)
+    """What nobody will ever use again. A private generation goes as a whole or, being in use, not at all."""
+    private = set()
+    for digest, namespace in found.namespaces.items():
+        if namespace.owner is not None:
+            private.add(digest)
+            if judge.may_remove(namespace.owner, namespace.usage.newest):
+                yield _whole(namespace)
     for entry in found.temporaries:
         owner = Owner.of_temporary(entry.parts[-1])
-        if entry.namespace not in whole and owner is not None and judge.may_remove(owner, entry.mtime):
+        if entry.namespace not in private and owner is not None and judge.may_remove(owner, entry.mtime):
             yield Removal(entry.path, What.TEMPORARY, found.tree_bytes[entry.path], entry.is_directory)
-    if not keep_quarantine:
-        for entry in found.quarantined:
-            # A private generation takes its own along, or is its engine's.
-            if found.namespaces[entry.namespace or ""].owner is None:
-                yield Removal(entry.path, What.QUARANTINED, entry.size, False)
+    for entry in found.quarantined:
+        if entry.namespace not in private and not keep_quarantine:
+            yield Removal(entry.path, What.QUARANTINED, entry.size, False)
 
 
 def _whole(namespace: NamespaceSurvey) -> Removal:

@@ -1,0 +1,15 @@
+"""The command, and directories for it to look at, made by the tier itself."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fs"))  # fs_kit
+
+from cli_kit import Command
+
+
+@pytest.fixture
+def fs(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
