@@ -102,7 +102,7 @@ def test_what_cannot_be_read_is_not_called_bad(
 
 def test_engines_may_store_and_evict_meanwhile(tmp_path: Path, fs: Command) -> None:
     """No half file is ever seen: neither bad nor unchecked, whatever happens to be there."""
-    stop = threading.Event()
+    stop, started = threading.Event(), threading.Event()
 
     def churn() -> None:
         bench = Bench(tmp_path, real_lanes=True, capacity=8 * FRAME)
@@ -110,13 +110,15 @@ def test_engines_may_store_and_evict_meanwhile(tmp_path: Path, fs: Command) -> N
             bench.tier.on_schedule_end()
             keys = keys_of(f"round {round_}", 8)
             bench.fill(keys)
-            bench.store(keys)
+            if bench.store(keys).success:
+                started.set()
             if stop.is_set():
                 break
         bench.tier.shutdown()
 
     thread = threading.Thread(target=churn)
     thread.start()
+    assert started.wait(20)
     try:
         outcomes = [fs("verify", tmp_path, "--json") for _ in range(20)]
     finally:
@@ -124,3 +126,14 @@ def test_engines_may_store_and_evict_meanwhile(tmp_path: Path, fs: Command) -> N
         thread.join()
     assert {outcome.code for outcome in outcomes} == {0}
     assert sum(outcome.json["chunks"] for outcome in outcomes)
+
+
+def test_what_is_evicted_before_its_turn_does_not_count(
+    tmp_path: Path, bench: Bench, fs: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = FaultyFiles()
+    files.fail("open", errno.ENOENT, match=KEYS[1].hex())
+    monkeypatch.setattr(commands, "Files", lambda: files)
+    outcome = fs("verify", tmp_path, "--json")
+    assert outcome.code == 0
+    assert (outcome.json["chunks"], outcome.json["bytes"]) == (5, 5 * FRAME)

@@ -19,8 +19,9 @@ class Verification:
     bad: list[BadFile] = field(default_factory=list)
     unchecked: list[BadFile] = field(default_factory=list)
 
-    def add(self, file: BadFile) -> None:
-        (self.bad if file.fault.condemns_file else self.unchecked).append(file)
+    def add(self, file: BadFile | None) -> None:
+        if file is not None and file.fault is not Fault.GONE:
+            (self.bad if file.fault.condemns_file else self.unchecked).append(file)
 
 
 def verify_root(
@@ -30,14 +31,13 @@ def verify_root(
     result = Verification()
     for namespace in found.namespaces.values():
         # One that is missing is no fault: chunks say themselves whose they are, and the next store makes a new one.
-        if namespace.problem is not None and namespace.problem.fault is not Fault.GONE:
-            result.add(namespace.problem)
+        result.add(namespace.problem)
     for entry, bad in _check_all(found.root, files, on_trouble, threads):
-        result.chunks += 1
-        result.bytes += entry.size
         advance(entry.size)
-        if bad is not None:
-            result.add(bad)
+        if bad is None or bad.fault is not Fault.GONE:
+            result.chunks += 1
+            result.bytes += entry.size
+        result.add(bad)
     return result
 
 

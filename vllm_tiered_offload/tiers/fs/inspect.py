@@ -299,14 +299,12 @@ def _read_manifest_of(namespace: NamespaceSurvey, files: Files) -> None:
 
 
 def check_chunk(files: Files, entry: Entry) -> BadFile | None:
-    """Read the whole file; None when it is, bit for bit, what was stored, or is gone by now.
+    """Read the whole file; None when it is, bit for bit, what was stored. The fault is GONE when it is not there now.
 
     A replaced file is no trouble: writers rename, so what was opened stays as it was.
     """
     try:
         _read_and_verify(files, entry)
-    except FileNotFoundError:
-        return None
     except FrameError as error:
         return BadFile(entry.path, classify(error), str(error))
     except OSError as error:
