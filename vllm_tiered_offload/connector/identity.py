@@ -30,7 +30,7 @@ def fingerprint_of(vllm_config: Any, kv_cache_config: KVCacheConfig, blocks_per_
             "hf_config": _digest(model.hf_config.to_json_string(use_diff=False)),
             "quantization": None if model.quantization is None else str(model.quantization),
             "model_dtype": str(model.dtype),
-            "kv_dtype": [str(getattr(group.kv_cache_spec, "dtype", cache.cache_dtype)) for group in groups],
+            "kv_dtype": [_kv_dtype(cache.cache_dtype, group.kv_cache_spec) for group in groups],
             "block_tokens": [group.kv_cache_spec.block_size for group in groups],
             "blocks_per_chunk": blocks_per_chunk,
             "kv_groups": [[type(group.kv_cache_spec).__name__, *group.layer_names] for group in groups],
@@ -51,6 +51,12 @@ def fingerprint_of(vllm_config: Any, kv_cache_config: KVCacheConfig, blocks_per_
 def has_random_hash_seed(cache_config: Any) -> bool:
     """Whether block hashes differ from process to process (case 45): vLLM seeds the xxhash variants at random."""
     return str(cache_config.prefix_caching_hash_algo).startswith("xxhash") and "PYTHONHASHSEED" not in os.environ
+
+
+def _kv_dtype(cache_dtype: str, spec: Any) -> str:
+    """The format of the bytes. Both kinds of fp8, and more, are kept in tensors of one type, so that is not enough."""
+    stored = str(getattr(spec, "dtype", cache_dtype))
+    return stored if cache_dtype == "auto" or stored == f"torch.{cache_dtype}" else f"{cache_dtype} in {stored}"
 
 
 def _digest(text: str) -> str:
