@@ -5,7 +5,7 @@
 The writer stores new chunks for ever under a capacity, so it evicts too; every third one resets at first and so writes
 in a private generation. Each kill comes at a random moment at which a write is in flight: the writer is stopped
 (SIGSTOP), and killed there if a temporary of its own lies in the directory; otherwise it goes on for another while.
-Every few kills the model is another one, so that the first writes to a new namespace are hit as well.
+Every few kills the root is a new one, so that the first writes to it are hit as well.
 
 After each kill, on the same root: the bytes are within the capacity; every visible file is whole and holds its key's
 bytes; a new tier finds and serves them all, and nothing else; its used bytes are those that are there; no temporary and
@@ -39,7 +39,7 @@ from vllm_tiered_offload.tiers.fs.tier import FsTier
 ROW_BYTES = 64 << 10
 ROWS = 32
 CAPACITY = 80 * (ROW_BYTES + HEADER_BYTES)
-KILLS_A_MODEL = 8
+KILLS_A_ROOT = 8
 KILLS_A_RESET = 3
 ENGINE = "engine"
 
@@ -47,12 +47,12 @@ ENGINE = "engine"
 # The writer
 
 
-def write_for_ever(root: str, name: str, model: str, mode: str) -> None:
+def write_for_ever(root: str, name: str, mode: str) -> None:
     """Store and evict until killed; after one batch reset, if the mode is that."""
     rows = make_rows(ROWS, ROW_BYTES)
     tier = FsTier.from_settings({"root": root, "capacity": CAPACITY}, engine_id=ENGINE)
     print("ready", flush=True)
-    tier.bind_region(rows, RegionGeometry(ROWS, (ROW_BYTES,), 1), fingerprint(model=model))
+    tier.bind_region(rows, RegionGeometry(ROWS, (ROW_BYTES,), 1), fingerprint())
     for batch in count():
         tier.on_schedule_end()
         if mode == "reset" and batch == 1:
@@ -92,12 +92,12 @@ def crash(root: Path, kills: int, seed: int = 0) -> Tally:
     """Kill so many writers on `root`."""
     tally, chance = Tally(), random.Random(seed)
     for number in range(kills):
-        model = f"model {number // KILLS_A_MODEL}"
+        home = root / f"root {number // KILLS_A_ROOT}"
         mode = "reset" if number % KILLS_A_RESET == KILLS_A_RESET - 1 else "shared"
-        kill_while_writing(root, [f"writer {number}", model, mode], chance)
+        kill_while_writing(home, [f"writer {number}", mode], chance)
         tally.kills += 1
-        look_at_the_remains(root, tally)
-        restart(root, model, keys_of(f"writer {number} 0 ", ROWS), tally)
+        look_at_the_remains(home, tally)
+        restart(home, keys_of(f"writer {number} 0 ", ROWS), tally)
     return tally
 
 
@@ -141,14 +141,14 @@ def look_at_the_remains(root: Path, tally: Tally) -> None:
     tally.other += [str(file) for file in [*result.bad, *result.unchecked]]
 
 
-def restart(root: Path, model: str, first_keys: list[OffloadKey], tally: Tally) -> None:
+def restart(root: Path, first_keys: list[OffloadKey], tally: Tally) -> None:
     """A new tier of the same engine: does it find, count and serve what is there, and clean up?"""
     rows = make_rows(ROWS, ROW_BYTES)
-    bench = Bench(root, rows=rows, model=fingerprint(model=model), engine_id=ENGINE, capacity=CAPACITY)
+    bench = Bench(root, rows=rows, engine_id=ENGINE, capacity=CAPACITY)
     found = look(root)
     private = [namespace for namespace in found.namespaces.values() if namespace.owner is not None]
     tally.leftovers += len(found.temporaries) + len(private)
-    keys = [OffloadKey(bytes.fromhex(entry.parts[-1])) for entry in chunks(root, fingerprint(model=model).digest)]
+    keys = [OffloadKey(bytes.fromhex(entry.parts[-1])) for entry in chunks(root, fingerprint().digest)]
     used, held = bench.stat("tier_bytes_used|tier=fs"), len(keys) * (HEADER_BYTES + ROW_BYTES)
     if used != held:
         tally.other.append(f"{used} bytes used, {held} held")
