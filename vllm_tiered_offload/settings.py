@@ -5,6 +5,7 @@
     tiers                      list of secondary tiers, nearest first; each has a `type`, the rest is the tier's own
     blocks_per_chunk           device blocks that are stored and loaded together
     offload_prompt_only        keep only what the prompt computed, not what was generated
+    lora                       where chunks that were computed with a LoRA adapter may go
     min_load_tokens            a shorter hit is recomputed instead of loaded
     max_pinned_device_share    share of the device block pool that stores in flight may hold back
     retry_timeout              seconds a request waits for a tier that does not know yet
@@ -137,6 +138,11 @@ class Settings(Block):
     )
     offload_prompt_only: bool = Field(
         default=False, description="Keep only what the prompt computed, not what was generated."
+    )
+    lora: Literal["memory", "everywhere", "off"] = Field(
+        default="memory",
+        description="Where chunks that were computed with a LoRA adapter may go: host memory; the secondary tiers too, "
+        "if you never replace an adapter's files under the same name and path (vLLM's hashes do not tell); or nowhere.",
     )
     min_load_tokens: int = Field(default=0, ge=0, description="A hit of fewer tokens is recomputed instead of loaded.")
     max_pinned_device_share: float = Field(

@@ -131,6 +131,25 @@ def test_stores_cascade_and_come_back_with_their_bytes() -> None:
     h.assert_empty()
 
 
+def test_what_must_not_leave_the_process_does_not() -> None:
+    """Case 46: keys that name a LoRA adapter, not its weights. Nothing goes to a tier behind, nothing comes from it.
+
+    Mutation: cascading to `self.guards` gives the tier a job.
+    """
+    h = Hierarchy(rows=8)
+    h.seed(keys(4, "behind"))
+    ctx = ReqContext("lora", memory_only=True)
+    h.manager.on_new_request(ctx)
+    assert h.look(keys(4, "behind"), ctx) == [MISS] * 4
+    h.store(keys(3), ctx)
+    h.manager.touch(keys(3), ctx)
+    assert h.look(keys(3), ctx) == [HIT] * 3
+    assert not h.tier.waiting
+    h.manager.on_request_finished(ctx)
+    h.assert_empty()
+    assert {name for name, req in h.tier.calls if req == "lora"} == {"on_new_request", "on_request_finished"}
+
+
 def test_a_tier_behind_hears_of_the_end_after_the_last_cascade() -> None:
     """L3, L4. Mutation: finalising in on_request_finished regardless of stores makes the order below fail."""
     h = Hierarchy()

@@ -66,6 +66,7 @@ class Request:
     num_computed_tokens: int = 0
     skip_reading_prefix_cache: bool = False
     kv_transfer_params: dict[str, Any] | None = None
+    lora_request: Any = None
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -1,5 +1,7 @@
 """The scheduler half against a recording manager."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from vllm_tiered_offload.contract.jobs import LookupResult
@@ -640,5 +642,30 @@ def test_a_failed_load_of_another_connector_spoils_one_request_of_a_job() -> Non
     assert len(half.manager.failed) == 0
     for request in (good, bad):
         half.finish(request, aborted=True)
+    half.ack(half.step())
+    half.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("setting", "in_place", "stores", "memory_only"),
+    [
+        ("memory", False, True, True),
+        ("everywhere", False, True, False),
+        ("off", False, False, False),
+        ("memory", True, False, False),
+        ("everywhere", True, False, False),
+    ],
+)
+def test_where_chunks_of_an_adapter_may_go(setting: str, in_place: bool, stores: bool, memory_only: bool) -> None:
+    """Case 46: vLLM's hashes do not tell an adapter's weights, and one reloaded in place keeps its name and path."""
+    half = Half(lora=setting)
+    lora = SimpleNamespace(lora_name="x", lora_path="/x", load_inplace=in_place)
+    request = half.add("a", 17, lora_request=lora)
+    assert half.inner._requests["a"].ctx.memory_only is memory_only
+    message = half.start(request, 17)
+    assert bool(message.stores) is stores
+    half.ack(message)
+    assert ("lookup" in half.manager.of("a")) is stores
+    half.finish(request, aborted=True)
     half.ack(half.step())
     half.assert_empty()

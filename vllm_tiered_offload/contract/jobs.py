@@ -39,10 +39,14 @@ class RequestOffloadingContext:
 
 @dataclass(frozen=True, slots=True)
 class ReqContext:
-    """What a layer may know about a request: its id and the client's kv_transfer_params."""
+    """What a layer may know about a request: its id and the client's kv_transfer_params.
+
+    With `memory_only` its keys do not name its bytes well enough to outlive or to leave the process (D5).
+    """
 
     req_id: str
     kv_transfer_params: Mapping[str, Any] | None = None
+    memory_only: bool = False
 
 
 @dataclass(slots=True, eq=False)

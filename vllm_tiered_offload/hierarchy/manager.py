@@ -74,6 +74,7 @@ class _Request:
     context: RequestOffloadingContext = field(default_factory=RequestOffloadingContext)
     stores_in_flight: int = 0  # prepared and not completed (L4)
     loads_in_flight: int = 0
+    guards: tuple[TierGuard, ...] = ()  # the tiers behind that may have to do with its chunks
     takers: tuple[TierGuard, ...] = ()  # the tiers behind that want every block of this request (REQUEST_LEVEL)
     promoted: dict[OffloadKey, str] = field(default_factory=dict)  # key -> medium, of keys promoted for this request
     unreadable: set[OffloadKey] = field(default_factory=set)  # promoted for it in vain: not tried again (D6)
@@ -186,8 +187,9 @@ class TieringOffloadingManager(OffloadingManager):
         policies = [self.primary.on_new_request(req_context).policy]
         policies += [guard.on_new_request(req_context).policy for guard in self.guards]
         every_block = OffloadPolicy.REQUEST_LEVEL
+        request.guards = () if req_context.memory_only else self.guards
         request.takers = tuple(
-            guard for guard, policy in zip(self.guards, policies[1:], strict=True) if policy is every_block
+            guard for guard, policy in zip(request.guards, policies[1:], strict=False) if policy is every_block
         )
         request.context = RequestOffloadingContext(every_block if every_block in policies else policies[0])
         return request.context
@@ -243,9 +245,10 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> tuple[list[LookupResult], dict[int, TierGuard]]:
         """The primary tier's answers, RETRY and HIT_PENDING of the tiers behind, and where they have what it misses."""
         results = self.primary.lookup(keys, req_context)
-        if not self.guards or LookupResult.MISS not in results:
+        request = self._requests[req_context.req_id]
+        if not request.guards or LookupResult.MISS not in results:
             return results, {}
-        return results, self._look_behind(keys, results, self._requests[req_context.req_id])
+        return results, self._look_behind(keys, results, request)
 
     def _look_behind(
         self, keys: Sequence[OffloadKey], results: list[LookupResult], request: _Request
@@ -263,7 +266,7 @@ class TieringOffloadingManager(OffloadingManager):
                 results[index] = LookupResult.RETRY
             return {}
         found: dict[int, TierGuard] = {}
-        for guard in self.guards:
+        for guard in request.guards:
             asked = self._ask(guard, keys, asked, results, found, request)
         return found
 
@@ -323,7 +326,7 @@ class TieringOffloadingManager(OffloadingManager):
         if self._may_submit(req_context, "touch"):
             self.primary.touch(keys, req_context)
             self._holds.release(req_context.req_id)
-            for guard in self._ready:
+            for guard in self._ready if self._requests[req_context.req_id].guards else ():
                 guard.touch(keys, req_context)
 
     def hit_media(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[str]:
@@ -424,7 +427,7 @@ class TieringOffloadingManager(OffloadingManager):
             request.stores_in_flight -= 1
         if self.guards:
             for request, keys in zip(owners, prepared.parts(), strict=False):
-                self._cascade([key for key in keys if key not in failed_keys], request, self.guards)
+                self._cascade([key for key in keys if key not in failed_keys], request, request.guards)
         if self._parking:
             self._unpark(prepared.keys, failed_keys)
         for request in owners:

@@ -99,7 +99,7 @@ class RequestState:
     noted_keys: list[OffloadKey] = field(default_factory=list)  # held in the event ledger until the signal
     load_failed: bool = False  # a load of it failed, whoever's: it is recomputed until it is preempted
     stale: bool = False  # active at a reset: offers nothing until it restarts at 0 computed tokens (L6)
-    skipped: bool = False  # an invariant of this request broke: it is not offloaded any more (L7, tolerant)
+    skipped: bool = False  # not offloaded: an invariant of it broke (L7, tolerant), or its keys say too little (D5)
 
     @property
     def req_id(self) -> str:

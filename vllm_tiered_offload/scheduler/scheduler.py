@@ -35,6 +35,7 @@ from vllm_tiered_offload.contract.messages import (
     WorkerReport,
 )
 from vllm_tiered_offload.contract.seams import Clock, monotonic
+from vllm_tiered_offload.scheduler.adapters import Keep, what_to_keep
 from vllm_tiered_offload.scheduler.block_pins import BlockPins
 from vllm_tiered_offload.scheduler.job_table import JobRecord, JobTable
 from vllm_tiered_offload.scheduler.load_planner import plan_load, tokens_by_medium
@@ -149,7 +150,8 @@ class OffloadingConnectorScheduler:
         params = parse_request_params(request.kv_transfer_params)
         for problem in params.problems:
             logger.warning("request %s: %s", request.request_id, problem)
-        ctx = ReqContext(request.request_id, request.kv_transfer_params)
+        keep = what_to_keep(request.lora_request, self._settings.lora)
+        ctx = ReqContext(request.request_id, request.kv_transfer_params, memory_only=keep is Keep.IN_MEMORY)
         policy = self._manager.on_new_request(ctx).policy
         self._requests[ctx.req_id] = RequestState(
             request=request,
@@ -161,6 +163,7 @@ class OffloadingConnectorScheduler:
                 self._settings.offload_prompt_only, request.num_prompt_tokens, params.max_offload_tokens
             ),
             lifecycle=RequestLifecycle(ctx.req_id),
+            skipped=keep is Keep.NOWHERE,
         )
 
     def request_finished(self, request: RequestView, aborted: bool) -> None:
