@@ -1,14 +1,17 @@
 """The fingerprint of this engine's KV bytes (D5), read from vLLM's configuration."""
 
-import hashlib
+import json
 import os
 import uuid
-from pathlib import Path
 from typing import Any
 
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from vllm_tiered_offload.connector.weights import weights_identity
 from vllm_tiered_offload.contract.fingerprint import Fingerprint
+
+# What a Hugging Face config says of where it came from.
+_SAID_ELSEWHERE = {"_name_or_path", "_commit_hash", "transformers_version"}
 
 
 def fingerprint_of(vllm_config: Any, kv_cache_config: KVCacheConfig, blocks_per_chunk: int, layout: str) -> Fingerprint:
@@ -26,8 +29,8 @@ def fingerprint_of(vllm_config: Any, kv_cache_config: KVCacheConfig, blocks_per_
         {
             "model": model.model,
             "revision": model.revision,
-            "weights": _weights_identity(vllm_config),
-            "hf_config": _digest(model.hf_config.to_json_string(use_diff=False)),
+            "weights": weights_identity(model, vllm_config.load_config),
+            "hf_config": _hf_config(model.hf_config),
             "quantization": None if model.quantization is None else str(model.quantization),
             "model_dtype": str(model.dtype),
             "kv_dtype": [_kv_dtype(cache.cache_dtype, group.kv_cache_spec) for group in groups],
@@ -59,20 +62,10 @@ def _kv_dtype(cache_dtype: str, spec: Any) -> str:
     return stored if cache_dtype == "auto" or stored == f"torch.{cache_dtype}" else f"{cache_dtype} in {stored}"
 
 
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _weights_identity(vllm_config: Any) -> list[list[Any]]:
-    """Names, sizes and times of the weight files of a local model directory; otherwise the revision has to do."""
-    directory = Path(vllm_config.model_config.model)
-    identity: list[list[Any]] = [[str(vllm_config.load_config.load_format)]]
-    if directory.is_dir():
-        for file in sorted(directory.glob("*")):
-            if file.suffix in {".safetensors", ".bin", ".gguf", ".pt"}:
-                stat = file.stat()
-                identity.append([file.name, stat.st_size, stat.st_mtime_ns])
-    return identity
+def _hf_config(config: Any) -> dict[str, Any]:
+    """All values, so that a difference can be named. Infinities, which some models have, become text."""
+    values = json.loads(config.to_json_string(use_diff=False), parse_constant=str)
+    return {name: value for name, value in values.items() if name not in _SAID_ELSEWHERE}
 
 
 def _isa() -> str:

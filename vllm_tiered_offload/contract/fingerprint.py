@@ -21,8 +21,8 @@ SHORT_DIGITS = 12
 FIELDS: dict[str, str] = {
     "model": "model name or path",
     "revision": "model revision",
-    "weights": "identity of the weights that were loaded (files and their sizes or digests)",
-    "hf_config": "digest of the Hugging Face config: RoPE scaling, quantization, sliding windows",
+    "weights": "identity of the weights that were loaded: commit, files, sizes, times, digests of their headers",
+    "hf_config": "the Hugging Face config: RoPE scaling, quantization, sliding windows",
     "quantization": "quantization that was asked for outside the config",
     "model_dtype": "type that the model computes in",
     "kv_dtype": "effective type of the KV cache, never 'auto'",
