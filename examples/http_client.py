@@ -89,9 +89,18 @@ def completion_body(model: str, prompt: Prompt, max_tokens: int, **params: Any) 
 
 
 def server_sent_events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in response.iter_lines():
+    for line in event_lines(response):
         if line.startswith("data: ") and line != "data: [DONE]":
             yield parse_event(line)
+
+
+def event_lines(response: httpx.Response) -> Iterator[str]:
+    """Lines as event streams have them: httpx's iter_lines also ends one at U+2028 and its like, inside an answer."""
+    rest = b""
+    for data in response.iter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        yield from (line.decode().rstrip("\r") for line in lines)
+    yield rest.decode()
 
 
 def parse_event(line: str) -> dict[str, Any]:
