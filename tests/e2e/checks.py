@@ -2,7 +2,8 @@
 
 import time
 
-from http_client import Metrics, Server
+import pytest
+from http_client import Answer, Metrics, Server
 
 from .engine import Engine
 from .workload import ANSWER_TOKENS, BLOCK, Answers, ask_twice, contents, conversations, push_out
@@ -34,6 +35,16 @@ def came_from_host(before: Metrics, after: Metrics) -> None:
     assert after.failures() == 0
 
 
+def same_until_a_tie(one: Answer, other: Answer) -> None:
+    """For answers whose batches had different shapes: sums are rounded differently, so the last bits may differ, and
+    two words that are as good as equally likely may change places, from where on the answers are not comparable."""
+    assert len(one.token_ids) == len(other.token_ids)
+    pairs = list(zip(one.token_ids, other.token_ids, strict=True))
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    assert same > 0
+    assert one.logprobs[: same + 1] == pytest.approx(other.logprobs[: same + 1], abs=0.05)
+
+
 def loaded_tokens(server: Server) -> float:
     return server.settled_metrics().cached_tokens("host")
 
@@ -55,3 +66,22 @@ def what_is_busy(metrics: Metrics) -> dict[str, float]:
         "vllm:tiered_offload_device_blocks_pinned",
     ]
     return {name: value for name in gauges if (value := metrics.total(name))}
+
+
+def served_well(engine: Engine) -> None:
+    """At its end an engine is alive, has nothing left to do, and ends by itself without a trace."""
+    assert engine.healthy(), f"the engine died:\n{engine.log_tail()}"
+    comes_to_rest(engine)
+    assert engine.stop() == 0, f"the engine did not stop by itself:\n{engine.log_tail()}"
+    assert engine.leftovers() == []
+
+
+def reset_succeeds(engine: Engine, timeout_s: float = 10, *, external: bool = True) -> bool:
+    """Forget every prefix: the device's alone, or `external` ones, too. vLLM declines while a block is in use and says
+    that callers may ask again."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if engine.post("/reset_prefix_cache", reset_external=external).json()["success"]:
+            return True
+        time.sleep(0.1)
+    return False

@@ -10,6 +10,8 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "examples"))  # http_client.py is shared with the examples
 
+pytest.register_assert_rewrite(f"{__package__}.checks")  # its assertions then show what they compared
+
 from .engine import CONNECTOR, Engine  # noqa: E402
 from .tiny_model import make_tiny_llama  # noqa: E402
 from .workload import SMALL_DEVICE_CACHE, Answers, ask_twice, conversations  # noqa: E402

@@ -202,6 +202,11 @@ def serve_command(model: str) -> list[str]:
     return [str(Path(sys.executable).with_name("vllm")), "serve", model]
 
 
+def python_path(*first: Path) -> dict[str, str]:
+    """Environment in which Python looks into these directories first, for modules and for installed packages."""
+    return {"PYTHONPATH": os.pathsep.join([*map(str, first), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -27,7 +27,7 @@ from http_client import Answer, Metrics, Server
 
 from vllm_tiered_offload.tiers.fs.owner import Owner, host_token
 
-from .checks import comes_to_rest, equal_and_loaded
+from .checks import comes_to_rest, equal_and_loaded, reset_succeeds, served_well
 from .conftest import TWO_RANKS, one_core_per_rank
 from .disk import (
     SmallDisk,
@@ -49,8 +49,7 @@ from .disk import (
     tier_failures,
     wait_until,
 )
-from .engine import Engine
-from .test_offload import reset_succeeds
+from .engine import Engine, python_path
 from .workload import ANSWER_TOKENS, BLOCK, SMALL_DEVICE_CACHE, Answers, ask_twice, contents, conversations, prompt
 
 HELD_BACK = prompt(2000, 1500)  # on disk since the first engine of two ranks, not loaded by the second before its time
@@ -78,14 +77,6 @@ class Starter:
 def starter(tiny_model: Path, logs: Path, tmp_path_factory: pytest.TempPathFactory, wanted: Answers) -> Starter:
     """`wanted` comes first: the engine without us would only slow ours."""
     return Starter(tiny_model, logs, tmp_path_factory.mktemp("disk") / "kv")
-
-
-def served_well(engine: Engine) -> None:
-    """At its end, every engine here is alive, has nothing left to do, and ends by itself without a trace."""
-    assert engine.healthy(), f"the engine died:\n{engine.log_tail()}"
-    comes_to_rest(engine)
-    assert engine.stop() == 0, f"the engine did not stop by itself:\n{engine.log_tail()}"
-    assert engine.leftovers() == []
 
 
 # ---- first -----------------------------------------------------------------------------------------------------
@@ -460,7 +451,7 @@ def with_xxhash(directory: Path) -> dict[str, str]:
         (directory / "xxhash.py").write_text(
             "import hashlib\n\n\ndef xxh3_128_digest(data):\n    return hashlib.md5(data).digest()\n"
         )
-        return {"PYTHONPATH": os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))}
+        return python_path(directory)
     return {}
 
 

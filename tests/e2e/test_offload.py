@@ -9,7 +9,7 @@ import httpx
 import pytest
 from http_client import Answer, Server, completion_body
 
-from .checks import comes_to_rest, equal_and_loaded, loaded_tokens
+from .checks import comes_to_rest, equal_and_loaded, loaded_tokens, reset_succeeds
 from .engine import MODEL_NAME, Engine
 from .workload import ANSWER_TOKENS, Answers, contents, conversations, prompt, push_out
 
@@ -148,13 +148,3 @@ def read_some_chunks(server: Server, one: list[int], chunks: int) -> None:
         for number, _ in enumerate(response.iter_lines()):
             if number >= chunks:
                 return
-
-
-def reset_succeeds(engine: Engine, timeout_s: float = 10) -> bool:
-    """vLLM declines while a block is in use and says that callers may ask again."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if engine.post("/reset_prefix_cache", reset_external=True).json()["success"]:
-            return True
-        time.sleep(0.1)
-    return False

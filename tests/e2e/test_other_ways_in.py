@@ -1,10 +1,9 @@
 """Ways to reach the connector other than its registered name alone."""
 
-import os
 from pathlib import Path
 
 from .checks import comes_to_rest, equal_and_loaded
-from .engine import CONNECTOR, Engine
+from .engine import CONNECTOR, Engine, python_path
 from .workload import SMALL_DEVICE_CACHE, Answers
 
 
@@ -22,8 +21,7 @@ def test_module_path_inside_multi_connector_without_the_plugin(tiny_model: Path,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": [neighbour, ours]},
     }
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-    env = {"VLLM_PLUGINS": "", "PYTHONPATH": path}
+    env = {"VLLM_PLUGINS": "", **python_path(Path(__file__).parent)}
     with Engine(tiny_model, logs / "multi.log", *SMALL_DEVICE_CACHE, connector=both, env=env) as engine:
         equal_and_loaded(engine.server(), wanted)
         comes_to_rest(engine)
