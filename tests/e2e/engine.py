@@ -169,7 +169,7 @@ class Engine:
     def leftovers(self) -> list[str]:
         """What this engine left in shared memory and among the processes."""
         left = [f"process {pid} ({process_title(pid)})" for pid in group_members(self.group)]
-        new = shared_memory() - self.shm_before - self.rank_files
+        new = shared_memory() - self.shm_before - self.rank_files - mapped_shared_memory()
         return left + [f"/dev/shm/{name}" for name in sorted(new)]
 
     def log_text(self) -> str:
@@ -217,6 +217,18 @@ def free_port() -> int:
 def shared_memory() -> set[str]:
     shm = Path("/dev/shm")
     return {entry.name for entry in shm.iterdir()} if shm.is_dir() else set()
+
+
+def mapped_shared_memory() -> set[str]:
+    """What some living process maps: of no engine, once its processes are gone."""
+    names = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text().splitlines()
+        except OSError:  # ended meanwhile, or not ours to look into
+            continue
+        names |= {line.partition("/dev/shm/")[2].split(" (deleted)")[0] for line in lines if "/dev/shm/" in line}
+    return names
 
 
 def group_members(group: int) -> list[int]:

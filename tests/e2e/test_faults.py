@@ -348,14 +348,16 @@ def test_failed_store(bench: Bench, trouble: str) -> None:
 
 
 def test_broken_copy_engine(bench: Bench, in_host: None) -> None:
-    """CASES 42. It is given up on that rank: offloading stops, serving goes on. Last test of its engine."""
+    """CASES 42. It is given up: offloading stops, serving goes on. Last test of its engine.
+
+    Fails when the scheduler half does not hear of it: with policy "fail" every later hit in host memory is a 500.
+    """
     with bench.trouble.ordered(copies="poll raises", rank=bench.failing_rank):
         if bench.kind.policy == "recompute":
             assert bench.ask().content() == bench.cold.content()
         else:
             fails(bench.ask)
-    assert "the copy engine is broken" in bench.engine.log_text()
-    assert reset_succeeds(bench.engine)
+    assert "nothing is loaded or stored any more" in bench.engine.log_text()
     broken = bench.now()
     for _ in range(2):
         assert bench.ask().content() == bench.cold.content()

@@ -6,6 +6,7 @@ import pytest
 
 from vllm_tiered_offload.contract.jobs import LookupResult
 from vllm_tiered_offload.contract.lifecycle import InvalidTransition
+from vllm_tiered_offload.contract.messages import JobAck, WorkerReport
 from vllm_tiered_offload.scheduler.scheduler import Role
 
 from .harness import BLOCK, Half
@@ -13,14 +14,14 @@ from .harness import BLOCK, Half
 pytestmark = pytest.mark.fast
 
 
-def stored_and_resident(half: Half, req_id: str, num_tokens: int) -> None:
+def stored_and_resident(half: Half, req_id: str, num_tokens: int, ranks: int = 1) -> None:
     """A request that computed and stored everything, and is gone."""
     request = half.add(req_id, num_tokens)
     message = half.start(request, num_tokens)
-    half.ack(message)
+    half.ack(message, ranks=ranks)
     request.append(-1)
     half.finish(request)
-    half.ack(half.step())
+    half.ack(half.step(), ranks=ranks)
 
 
 def test_a_step_stores_the_chunks_it_completes() -> None:
@@ -668,4 +669,32 @@ def test_where_chunks_of_an_adapter_may_go(setting: str, in_place: bool, stores:
     assert ("lookup" in half.manager.of("a")) is stores
     half.finish(request, aborted=True)
     half.ack(half.step())
+    half.assert_empty()
+
+
+def test_a_broken_copy_engine_ends_offloading_but_not_serving(caplog: pytest.LogCaptureFixture) -> None:
+    """Case 42: what is in flight ends, nothing new is begun; said once. Two ranks; one of them broke.
+
+    Mutation: a scheduler half that is not told plans loads that can only fail, one for each later hit.
+    """
+    half = Half(ranks=2)
+    stored_and_resident(half, "warm", 17, ranks=2)
+    request = half.add("a", 17)
+    assert half.ask(request) == (16, True)
+    half.allocate(request, 16, external=16)
+    message = half.step()
+    for _ in range(2):
+        acks = {job.job_id: JobAck(2, "broken") for job in message.loads}
+        half.inner.update_connector_output(WorkerReport(acks).merge(WorkerReport(broken="device lost")))
+    other = half.add("b", 17)
+    assert half.ask(other) == (0, False)
+    half.allocate(other, 17)
+    assert not half.step({other: 17}).stores
+    assert caplog.text.count("nothing is loaded or stored any more") == 1
+    stats = half.inner.take_stats()
+    assert stats is not None
+    assert stats.gauges["copy_engine_broken"] == 1
+    for one in (request, other):
+        half.finish(one, aborted=True)
+    half.step()
     half.assert_empty()

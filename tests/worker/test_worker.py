@@ -183,6 +183,7 @@ def test_engine_faults_become_failed_acks(groups: int, fault: str, direction: Di
     assert rig.worker.take_stats()[f"{direction.value}_failures"] == 1
     rig.step(StepMessage(loads=[rig.job(2, 4, 8)]), run=True)
     rig.settle()
+    assert (rig.worker.build_report().broken is not None) is (fault == "poll")
     assert rig.acks[1:] == [(2, fault != "poll")]
     assert rig.received[-1:] == ["req-2"]
 

@@ -76,6 +76,7 @@ class WorkerReport:
 
     acks: dict[int, JobAck] = field(default_factory=dict)
     region: RegionAnnouncement | None = None
+    broken: str | None = None  # why some rank's copy engine takes no more jobs, for good
 
     def __bool__(self) -> bool:
         return True
@@ -90,4 +91,5 @@ class WorkerReport:
                 mine.ranks += ack.ranks
                 mine.error = mine.error or ack.error
         self.region = self.region or other.region
+        self.broken = self.broken or other.broken
         return self

@@ -85,6 +85,9 @@ class Role:
     loads: bool = True
 
 
+_NO_ROLE = Role(stores=False, loads=False)
+
+
 class OffloadingConnectorScheduler:
     """Plans stores and loads, and keeps the books of both.
 
@@ -533,8 +536,17 @@ class OffloadingConnectorScheduler:
             return
         if report.region is not None:
             self.bind_region(report.region)
+        if report.broken is not None:
+            self._give_up(report.broken)
         for record in self._jobs.acknowledge(report.acks):
             self._end_job(record)
+
+    def _give_up(self, reason: str) -> None:
+        """Copies will never work again in some worker: what is in flight ends, nothing new is begun."""
+        if self._role != _NO_ROLE:
+            self._role = _NO_ROLE
+            self._stats.set("copy_engine_broken", 1)
+            logger.error("nothing is loaded or stored any more until the engine is restarted: %s", reason)
 
     def _end_job(self, record: JobRecord) -> None:
         """Give back all that the job held."""

@@ -22,6 +22,10 @@ class SchedulerStats:
         """Raise one of our counters."""
         self._counted.add(metric_key(key, **labels), amount)
 
+    def set(self, key: str, value: int) -> None:
+        """Set one of our gauges."""
+        self._counted.set(metric_key(key), value)
+
     def take(self) -> OffloadStats | None:
         """Everything that changed since the last call, or None."""
         values = self._manager.get_stats()
@@ -29,7 +33,7 @@ class SchedulerStats:
             self._add_changes(values)
         if self._pins.num_blocks != self._pinned_seen:
             self._pinned_seen = self._pins.num_blocks
-            self._counted.set(metric_key("device_blocks_pinned"), self._pinned_seen)
+            self.set("device_blocks_pinned", self._pinned_seen)
         return None if self._counted.is_empty() else self._counted.take()
 
     def _add_changes(self, values: Mapping[str, int | float]) -> None:

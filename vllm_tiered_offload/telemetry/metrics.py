@@ -66,6 +66,7 @@ _TABLE = (
     Metric("rows_used", "gauge", "Rows that hold a chunk or are being filled."),
     Metric("rows_pinned", "gauge", "Rows that may not be evicted now."),
     Metric("rows_orphaned", "gauge", "Rows whose chunk was forgotten and that somebody still reads or writes."),
+    Metric("copy_engine_broken", "gauge", "1 once a worker's copy engine broke: nothing is offloaded until a restart."),
     Metric("device_blocks_pinned", "gauge", "Device blocks held back until their store has read them."),
 )
 

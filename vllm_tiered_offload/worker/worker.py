@@ -148,7 +148,7 @@ class OffloadingConnectorWorker:
         """Acknowledgements of the jobs that take_transfer_results has delivered since the last report."""
         acks, self._acks = self._acks, {}
         self._announced = self._announcement is not None
-        return WorkerReport(acks=acks, region=self._announcement)
+        return WorkerReport(acks=acks, region=self._announcement, broken=self._retired)
 
     def unbind(self) -> None:
         """The step is over. Whatever was bound and not submitted is submitted now."""
