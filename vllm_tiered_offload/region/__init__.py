@@ -15,14 +15,12 @@ from vllm_tiered_offload.region.limits import (
     fit_geometry,
     read_memory_budget,
 )
-from vllm_tiered_offload.region.quarantine import Quarantine
 
 __all__ = [
     "CAPACITY_SETTING",
     "CapacityError",
     "HostRegion",
     "MemoryBudget",
-    "Quarantine",
     "RegionClosedError",
     "RegionError",
     "RegionGoneError",
