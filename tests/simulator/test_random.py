@@ -71,6 +71,7 @@ def test_command_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture
     assert written["pool_full_share"] >= 0.3
     assert set(written["events"]) == {
         "admit", "preempt", "abort", "finish", "load", "store", "promotion", "cascade", "reset", "fault", "timeout",
+        "quarantine",
     }  # fmt: skip
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == written
 

@@ -154,6 +154,14 @@ def _hasher(block_size: int) -> Any:
     return get_request_block_hasher(block_size, sha256)
 
 
+@lru_cache(maxsize=256)
+def _sampling(max_tokens: int, skip_reading: bool) -> SamplingParams:
+    """Nobody changes them, and vLLM takes its time to make them."""
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, skip_reading_prefix_cache=skip_reading)
+    sampling.update_from_generation_config({}, EOS)
+    return sampling
+
+
 def request(
     req_id: str,
     tokens: list[int],
@@ -166,13 +174,10 @@ def request(
 ) -> Request:
     """A request that ends by length alone. `skip_reading`: it must compute its whole prompt itself. `session`: more
     input may follow under the same id."""
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        extra_args={"kv_transfer_params": params} if params else None,
-        skip_reading_prefix_cache=skip_reading,
-    )
-    sampling.update_from_generation_config({}, EOS)
+    sampling = _sampling(max_tokens, skip_reading)
+    if params:
+        sampling = copy.copy(sampling)
+        sampling.extra_args = {"kv_transfer_params": params}
     return Request(
         request_id=req_id,
         prompt_token_ids=list(tokens),

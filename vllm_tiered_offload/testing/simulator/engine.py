@@ -19,7 +19,7 @@ from vllm_tiered_offload.connector.ranks import use_rank_group
 from vllm_tiered_offload.contract.messages import DeviceJob, StepMessage, WorkerReport
 from vllm_tiered_offload.testing.fakes.seams import ManualClock
 from vllm_tiered_offload.testing.simulator import builders, guard
-from vllm_tiered_offload.testing.simulator.checkers import ALL_CHECKERS, Checker
+from vllm_tiered_offload.testing.simulator.checkers import ALL_CHECKERS, Checker, Watchers
 from vllm_tiered_offload.testing.simulator.config import SimConfig
 from vllm_tiered_offload.testing.simulator.copies import CopyControl
 from vllm_tiered_offload.testing.simulator.hooks import watch_hooks
@@ -43,6 +43,7 @@ class Step:
     metadata: bytes | None  # pickled connector metadata, as it travels to the workers
     message: StepMessage  # ours inside it; empty when the connector under test sent none
     allocated: list[int]  # device blocks that the pool handed out while this step was scheduled
+    given: list[str]  # requests whose block tables grew meanwhile
     pool_full: bool  # no free block, or an allocation failed
     stores: list[DeviceJob]  # the message's stores, request by request
     result: Any = None  # vLLM's ModelRunnerOutput of all ranks, once executed
@@ -81,11 +82,12 @@ class Simulation:
         self._aborts: list[str] = []  # arrive while a batch runs
         self._connector_resets = 0
         self._allocated: list[int] = []
+        self._given: list[str] = []
         self._allocation_failed = False
         self._build()
-        self.checkers = [kind(self) for kind in checkers]
+        self.watchers = Watchers([kind(self) for kind in checkers])
         self.runner.before_write = self._before_write
-        self._tier_reporter = TierReporter(self.story, self.checkers)
+        self._tier_reporter = TierReporter(self.story, self.watchers)
         self._watch_tiers()
 
     # -- construction --------------------------------------------------------------------------------------------
@@ -131,13 +133,13 @@ class Simulation:
             blocks = get_new_blocks(num_blocks)
             ids = [block.block_id for block in blocks]
             self._allocated += ids
-            for checker in self.checkers:
-                checker.allocated(ids)
+            self.watchers.tell("allocated", ids)
             return blocks
 
-        def watched_slots(*args: Any, **kwargs: Any) -> Any:
-            blocks = allocate_slots(*args, **kwargs)
+        def watched_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
+            blocks = allocate_slots(request, *args, **kwargs)
             self._allocation_failed |= blocks is None
+            self._given.append(request.request_id)
             return blocks
 
         self.pool.get_new_blocks = watched_blocks
@@ -180,14 +182,19 @@ class Simulation:
         self.live[req_id] = request
         self.outputs[req_id] = []
         self.story.tell("admit", [req_id], f"{len(tokens)} tokens, up to {max_tokens} more")
-        for checker in self.checkers:
-            checker.added(request)
+        self.watchers.tell("added", request)
         self.scheduler.add_request(request)
         return req_id
 
     def sessions_waiting(self) -> list[str]:
         """Sessions that have answered and wait for more input."""
-        return [req_id for req_id, request in self.live.items() if request.status.name == "WAITING_FOR_STREAMING_REQ"]
+        return [
+            req_id for req_id, request in self.live.items() if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+        ]
+
+    def is_loading(self) -> bool:
+        """Whether some request waits for a load, ours or the neighbour's."""
+        return any(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in self.live.values())
 
     def continue_session(self, req_id: str, tokens: Sequence[int], max_tokens: int) -> None:
         """More input for a session that waits for it."""
@@ -260,9 +267,9 @@ class Simulation:
             ok = False
         self.story.tell("reset", sorted(active) if ok or reset_running else (), f"ok={ok} running={reset_running}")
         if self._connector_resets > reached:
-            for checker in self.checkers:
-                checker.was_reset(ok, active)
+            self.watchers.tell("was_reset", ok, active)
         if ok and new_weights:
+            self._execute_all()  # the workers get new weights after the batches that were sent to them before
             self.runner.new_weights()
         return ok
 
@@ -300,8 +307,7 @@ class Simulation:
         self.end_sessions()
         self.run_until_idle(limit, sessions_end=True)
         self.settle_tiers()
-        for checker in self.checkers:
-            checker.converged()
+        self.watchers.tell("converged")
 
     def settle_tiers(self) -> None:
         """What the last step gave the tiers to do ends, and vLLM's idle poll takes it in."""
@@ -336,7 +342,7 @@ class Simulation:
         return done
 
     def _schedule(self) -> Step:
-        self._allocated, self._allocation_failed = [], False
+        self._allocated, self._given, self._allocation_failed = [], [], False
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata
         message = step_message(metadata) or StepMessage()
@@ -346,12 +352,12 @@ class Simulation:
             metadata=pickle.dumps(metadata) if metadata is not None else None,
             message=message,
             allocated=self._allocated,
+            given=self._given,
             pool_full=self._allocation_failed or not self.pool.get_num_free_blocks(),
             stores=stores_by_request(message, getattr(self.connector, "connector_scheduler", None)),
         )
         self._tell_scheduled(step)
-        for checker in self.checkers:
-            checker.scheduled(step)
+        self.watchers.tell("scheduled", step)
         return step
 
     def _execute_all(self, upto: int | None = None) -> None:
@@ -363,14 +369,14 @@ class Simulation:
     def _execute(self, step: Step) -> None:
         output = step.output
         # vLLM's second runner clears new blocks first of all, the CPU one later; first is the harder case.
-        self.runner.poison(step.allocated)
+        if step.allocated:
+            self.runner.poison(step.allocated)
         if step.metadata is not None:
             for worker in self.workers:
                 worker.before_forward(step.metadata, output.has_sync_kv_loads)
         self.runner.update_states(output)
         sampled = self.runner.forward(output)
-        for checker in self.checkers:
-            checker.received(step)
+        self.watchers.tell("received", step)
         result = ModelRunnerOutput(
             req_ids=list(sampled),
             req_id_to_index={req_id: i for i, req_id in enumerate(sampled)},
@@ -389,16 +395,15 @@ class Simulation:
         for worker in self.workers:
             if step.output.total_num_scheduled_tokens:
                 worker.during_forward()
-            step.rank_outputs.append(worker.after_forward(step.output.finished_req_ids))
             mine = ModelRunnerOutput(req_ids=result.req_ids, req_id_to_index=result.req_id_to_index)
-            mine.kv_connector_output = pickle.loads(pickle.dumps(step.rank_outputs[-1]))
+            mine.kv_connector_output = worker.after_forward(step.output.finished_req_ids)
+            step.rank_outputs.append(mine.kv_connector_output)  # the aggregator makes a new one of them
             outputs.append(mine)
         merged = self._aggregator.aggregate(outputs).kv_connector_output
         result.kv_connector_output = merged
         step.report = worker_report(merged.kv_connector_worker_meta)
         self._tell_reported(step)
-        for checker in self.checkers:
-            checker.reported(step)
+        self.watchers.tell("reported", step)
 
     def _process(self, step: Step) -> None:
         aborts, self._aborts = self._aborts, []
@@ -409,8 +414,7 @@ class Simulation:
             if output.finish_reason is not None and self._is_over(output.request_id):
                 self.story.tell("finish", [output.request_id], output.finish_reason)
                 self._ended(output.request_id)
-        for checker in self.checkers:
-            checker.updated(step)
+        self.watchers.tell("updated", step)
         jobs = step.message.loads or step.message.stores or (step.report is not None and step.report.acks)
         counted = bool(step.output.total_num_scheduled_tokens or jobs)
         self.pool_full_steps += counted and step.pool_full
@@ -426,22 +430,18 @@ class Simulation:
     def _ended(self, req_id: str) -> None:
         request = self.live.pop(req_id, None)
         if request is not None:
-            for checker in self.checkers:
-                checker.ended(request)
+            self.watchers.tell("ended", request)
 
     def _before_write(self, req_id: str, blocks: list[int], changes: Callable[[], bool]) -> None:
-        for checker in self.checkers:
-            checker.writing(req_id, blocks, changes)
+        self.watchers.tell("writing", req_id, blocks, changes)
 
     def _on_hook(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         self._connector_resets += name == "reset_cache"
         self._tier_reporter.raise_broken()
-        for checker in self.checkers:
-            checker.hook(name, args, result)
+        self.watchers.tell("hook", name, args, result)
 
     def _on_raise(self, name: str, error: Exception) -> None:
-        for checker in self.checkers:
-            checker.hook_raised(name, error)
+        self.watchers.tell("hook_raised", name, error)
 
     def _on_io(self, name: str, call: str) -> None:
         raise self.story.violation("no_io", f"{name} on the scheduler thread made the call {call}")

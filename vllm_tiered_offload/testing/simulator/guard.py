@@ -2,8 +2,6 @@
 
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 FORBIDDEN = ("open", "socket.", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "subprocess.Popen")
 
@@ -39,15 +37,15 @@ def install() -> None:
         _installed = True
 
 
-@contextmanager
-def no_io() -> Iterator[list[str]]:
-    """Refuse file and socket calls of this thread. Yields a list that holds the first such call afterwards."""
-    found: list[str] = []
+def arm() -> None:
+    """From now on until the matching `disarm`, file and socket calls of this thread are refused."""
     _armed.depth += 1
-    try:
-        yield found
-    finally:
-        _armed.depth -= 1
-        if not _armed.depth and _armed.seen is not None:
-            found.append(_armed.seen)
-            _armed.seen = None
+
+
+def disarm() -> str | None:
+    """The first call that was refused, once the outermost `arm` is over."""
+    _armed.depth -= 1
+    if _armed.depth:
+        return None
+    seen, _armed.seen = _armed.seen, None
+    return seen

@@ -40,18 +40,18 @@ def _watched(
     name: str, hook: Callable[..., Any], on_hook: OnHook, on_raise: OnRaise, on_io: OnIo
 ) -> Callable[..., Any]:
     def watched(*args: Any) -> Any:
-        found: list[str] = []
+        guard.arm()
         try:
-            with guard.no_io() as found:
-                result = hook(*args)
-                if name == "take_events":  # a generator: its body runs while it is read
-                    result = list(result)
+            result = hook(*args)
+            if name == "take_events":  # a generator: its body runs while it is read
+                result = list(result)
         except Exception as error:
             on_raise(name, error)
             raise
         finally:
-            if found:
-                on_io(name, found[0])
+            call = guard.disarm()
+            if call is not None:
+                on_io(name, call)
         on_hook(name, args, result)
         return result
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_tiered_offload.testing.simulator import chain
 from vllm_tiered_offload.testing.simulator.config import SimConfig
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 # (req_id, block ids about to be written, whether any byte changes)
 WriteHook = Callable[[str, list[int], Callable[[], bool]], None]
+Slots = npt.NDArray[np.int64]  # slot numbers: block * block size + offset in the block
 
 
 @dataclass(slots=True)
@@ -44,6 +46,8 @@ class SimModelRunner:
         self._code = chain.SlotCode(config.ranks, config.layers)
         shape = (config.ranks, config.layers, config.num_blocks, config.block_size, chain.WORDS_PER_SLOT)
         self.kv: chain.Words = np.full(shape, chain.POISON, dtype=np.uint64)
+        self._slots = self.kv.reshape(config.ranks, config.layers, -1, chain.WORDS_PER_SLOT)  # the same, by slot
+        self._offsets = np.arange(config.block_size)
         self.epoch = 0
         self.sequences: dict[str, Sequence] = {}  # requests the worker was told of, until it is told they finished
         self.before_write: WriteHook = lambda _req, _blocks, _changes: None
@@ -128,41 +132,36 @@ class SimModelRunner:
                 sequence.req_id,
             )  # fmt: skip
         want = self._want(sequence, end)
-        self._check(sequence, want, start)
-        self._write(sequence, want, start, end)
+        slots = (np.array(sequence.blocks)[:, None] * self.config.block_size + self._offsets).ravel()
+        if start:
+            self._check(sequence, want[:, :, :start], slots[:start])
+        self._write(sequence, want[:, :, start:end], slots[start:end], start)
         if end < len(sequence.tokens):
             return []
         token = chain.sample(sequence.values[end - 1])
         sequence.tokens.append(token)
         return [token]
 
-    def _check(self, sequence: Sequence, want: chain.Words, end: int) -> None:
-        if not end:
+    def _check(self, sequence: Sequence, want: chain.Words, slots: Slots) -> None:
+        """The slots before the ones that this step writes hold what they must."""
+        got = self._slots[:, :, slots]
+        self.slots_checked += len(slots)
+        if (got == want).all():
             return
-        size = self.config.block_size
-        blocks = sequence.blocks[: -(-end // size)]
-        got = self.kv[:, :, blocks].reshape(*self.kv.shape[:2], -1, chain.WORDS_PER_SLOT)[:, :, :end]
-        self.slots_checked += end
-        if np.array_equal(got, want[:, :, :end]):
-            return
-        rank, layer, position, word = (int(i) for i in np.argwhere(got != want[:, :, :end])[0])
+        rank, layer, position, word = (int(i) for i in np.argwhere(got != want)[0])
         raise self._story.violation(
             "bytes",
-            f"request {sequence.req_id} position {position} of {end} (rank {rank}, layer {layer}, block "
-            f"{blocks[position // size]}): {self.describe(rank, layer, int(got[rank, layer, position, word]))}; "
-            f"block table {blocks}",
+            f"request {sequence.req_id} position {position} of {len(slots)} (rank {rank}, layer {layer}, block "
+            f"{slots[position] // self.config.block_size}): "
+            f"{self.describe(rank, layer, int(got[rank, layer, position, word]))}; block table {sequence.blocks}",
             sequence.req_id,
         )
 
-    def _write(self, sequence: Sequence, want: chain.Words, start: int, end: int) -> None:
+    def _write(self, sequence: Sequence, new: chain.Words, slots: Slots, start: int) -> None:
         size = self.config.block_size
-        positions = np.arange(start, end)
-        table = np.array(sequence.blocks)
-        blocks, offsets = table[positions // size], positions % size
-        new = want[:, :, start:end]
-        touched = sequence.blocks[start // size : -(-end // size)]
-        self.before_write(sequence.req_id, touched, lambda: not np.array_equal(self.kv[:, :, blocks, offsets], new))
-        self.kv[:, :, blocks, offsets] = new
+        touched = sequence.blocks[start // size : -(-(start + len(slots)) // size)]
+        self.before_write(sequence.req_id, touched, lambda: not (self._slots[:, :, slots] == new).all())
+        self._slots[:, :, slots] = new
 
     def _want(self, sequence: Sequence, end: int) -> chain.Words:
         if sequence.epoch != self.epoch:

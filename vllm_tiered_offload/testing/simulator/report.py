@@ -7,8 +7,9 @@ from typing import Any
 
 KINDS = (
     "admit", "preempt", "abort", "finish", "load", "store", "promotion", "cascade", "reset", "fault", "timeout",
+    "quarantine",
 )  # fmt: skip
-RARE = frozenset({"reset", "fault", "timeout"})  # these need 0.1 % of the steps, the others 1 %
+RARE = frozenset({"reset", "fault", "timeout", "quarantine"})  # these need 0.1 % of the steps, the others 1 %
 POOL_FULL_SHARE = 0.3
 
 

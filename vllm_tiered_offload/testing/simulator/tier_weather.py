@@ -1,6 +1,7 @@
 """Random trouble of the tiers behind: slow, out of order, hung, failing, raising, not knowing yet, losing keys."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_tiered_offload.testing.fakes.memory_tier import MemoryTier
@@ -35,14 +36,16 @@ class TierRates:
 
 @dataclass(slots=True)
 class TierWeather:
-    """Drives the tiers of one simulation. All randomness comes from `rng`."""
+    """Decides what happens to the tiers of one simulation; `do(name, *args)` does it. Randomness comes from `rng`."""
 
     control: TierControl
     rng: random.Random
+    do: Callable[..., None]
     rates: TierRates = field(default_factory=TierRates)
 
     def __post_init__(self) -> None:
-        self.control.opens = self.rng.random() >= self.rates.late_region
+        if self.control.tiers and self.rng.random() < self.rates.late_region:
+            self.do("region_opens", False)
 
     def step(self) -> None:
         """Before each engine step."""
@@ -50,46 +53,47 @@ class TierWeather:
             return
         self._jobs()
         self._budgets()
-        for tier in self.control.tiers:
-            self._moods(tier)
+        for number, tier in enumerate(self.control.tiers):
+            self._moods(number, tier)
 
     def _jobs(self) -> None:
         rng, rates, control = self.rng, self.rates, self.control
-        if not control.opens:
-            control.opens = rng.random() < rates.open_region
+        if not control.opens and rng.random() < rates.open_region:
+            self.do("region_opens", True)
         if not control.held:
-            control.held = rng.random() < rates.hold
+            if rng.random() < rates.hold:
+                self.do("hold_tiers", True)
         elif rng.random() < rates.release:
-            control.held = False
-        else:
-            control.run(rng.randint(0, 2), shuffle=True)
+            self.do("hold_tiers", False)
+        elif count := rng.randint(0, 2):
+            self.do("run_tier_jobs", count)
         if rng.random() < rates.wake:
-            control.wake()
+            self.do("tier_jobs_wake")
 
     def _budgets(self) -> None:
-        rng, rates, control = self.rng, self.rates, self.control
+        rng, rates = self.rng, self.rates
         if rng.random() < rates.fail:
-            control.failing += rng.choice((1, 1, 2, 8))
-        elif rng.random() < rates.heal:
-            control.failing = 0
+            self.do("tier_jobs", "failing", rng.choice((1, 1, 2, 8)))
+        elif self.control.failing and rng.random() < rates.heal:
+            self.do("tier_jobs_heal")
         if rng.random() < rates.spoil:
-            control.spoiling += rng.randint(1, 3)
+            self.do("tier_jobs", "spoiling", rng.randint(1, 3))
         if rng.random() < rates.hang:
-            control.hanging += 1
+            self.do("tier_jobs", "hanging", 1)
 
-    def _moods(self, tier: MemoryTier) -> None:
+    def _moods(self, number: int, tier: MemoryTier) -> None:
         rng, rates = self.rng, self.rates
         if tier.raising:
             if rng.random() < rates.recover:
-                tier.raising.clear()
+                self.do("tier_raises", number, ())
         elif rng.random() < rates.raises:
-            tier.raising.update(rng.sample(RAISES, rng.randint(1, 3)))
+            self.do("tier_raises", number, tuple(rng.sample(RAISES, rng.randint(1, 3))))
         if tier.retries:
             if rng.random() < rates.know:
-                tier.retries = 0
+                self.do("tier_retries", number, 0)
         elif rng.random() < rates.forget:
-            tier.retries = rng.choice((1, 2, 3, 1_000_000))
-            tier.ask_anew()
+            self.do("tier_retries", number, rng.choice((1, 2, 3, 1_000_000)))
         if tier.chunks and rng.random() < rates.lose:
-            tier.lose(rng.choice(list(tier.chunks)))
-        tier.drains = rng.random() < rates.drains
+            self.do("tier_loses", number, rng.random())
+        if tier.drains != (drains := rng.random() < rates.drains):
+            self.do("tier_drains", number, drains)

@@ -69,8 +69,7 @@ class Workload:
         self._continue_sessions()
         self._copies()
         self.weather.step()
-        loading = any(request.status.name == "WAITING_FOR_REMOTE_KVS" for request in sim.live.values())
-        if rng.random() < (rates.reset_while_loading if loading else rates.reset):
+        if rng.random() < (rates.reset_while_loading if sim.is_loading() else rates.reset):
             self._reset()
         if rng.random() < rates.reset_when_quiet:
             self._reset_when_quiet()

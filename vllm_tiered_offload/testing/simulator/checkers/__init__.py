@@ -3,7 +3,7 @@
 The bytes themselves are checked by the runner on every read, calls to files and sockets by `guard` and `hooks`.
 """
 
-from vllm_tiered_offload.testing.simulator.checkers.base import Checker
+from vllm_tiered_offload.testing.simulator.checkers.base import Checker, Watchers
 from vllm_tiered_offload.testing.simulator.checkers.blocks import D1WrittenSlots, D2PinnedBlocks
 from vllm_tiered_offload.testing.simulator.checkers.requests import (
     D7OneReceive,
@@ -41,4 +41,4 @@ ALL_CHECKERS: tuple[type[Checker], ...] = (
     V6OwnPrefix,
 )
 
-__all__ = ["ALL_CHECKERS", "Checker"]
+__all__ = ["ALL_CHECKERS", "Checker", "Watchers"]

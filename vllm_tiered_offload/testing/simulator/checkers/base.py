@@ -1,6 +1,6 @@
 """What a checker can watch. Everything is a no-op here; a checker overrides what it needs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_offload.contract.jobs import JobResult
@@ -73,6 +73,28 @@ class Checker:
 
     def converged(self) -> None:
         """The engine is idle, faults are off."""
+
+
+class Watchers:
+    """The checkers of one simulation. An event reaches those alone that have something to say about it."""
+
+    def __init__(self, checkers: Sequence[Checker]) -> None:
+        self._told = {
+            event: [getattr(checker, event) for checker in checkers if event in _overridden(type(checker))]
+            for event in EVENTS
+        }
+
+    def tell(self, event: str, *args: Any) -> None:
+        """Something happened: the method `event` of every checker that overrides it is called, in their order."""
+        for told in self._told[event]:
+            told(*args)
+
+
+EVENTS = [name for name in vars(Checker) if not name.startswith("_") and name not in ("name", "broken")]
+
+
+def _overridden(kind: type[Checker]) -> set[str]:
+    return {event for event in EVENTS if getattr(kind, event) is not getattr(Checker, event)}
 
 
 def spy(target: Any, method: str, before: Callable[..., None], after: Callable[..., None] | None = None) -> None:

@@ -47,12 +47,12 @@ class D1WrittenSlots(Checker):
 
     def scheduled(self, step: "Step") -> None:
         manager = self.sim.scheduler.kv_cache_manager
-        for req_id in self.sim.scheduler.requests:
+        for req_id in step.given:
             table = [(block, self._generation.get(block, 0)) for block in manager.get_block_ids(req_id)[0]]
             known = self._tables.get(req_id, [])
             if table[: len(known)] != known:
                 self._older[req_id] = known
-            if table or req_id in self.sim.live:
+            if table:
                 self._tables[req_id] = table
         for job in step.stores:
             for transfer in job.transfers:

@@ -147,6 +147,27 @@ class D4TierRows(Checker):
             raise self.broken(f"tier jobs without a result: {sorted(self._flights)}")
 
 
+class Askers:
+    """Which life of a request asked for a promotion: its id may be in use again by the time that the job ends."""
+
+    def __init__(self, sim: "Simulation") -> None:
+        self._sim = sim
+        self._requests: dict[int, Any] = {}  # promotion job -> vLLM's request, from its submission to its own end
+
+    def note(self, flight: "Flight") -> None:
+        """The promotion is submitted."""
+        self._requests[flight.job.job_id] = self._sim.live.get(flight.job.req_context.req_id)
+
+    def is_live(self, flight: "Flight") -> bool:
+        """Whether this is a promotion, and who asked for it has not ended."""
+        request = self._requests.get(flight.job.job_id)
+        return request is not None and self._sim.live.get(request.request_id) is request
+
+    def forget(self, flight: "Flight") -> None:
+        """The job has ended."""
+        self._requests.pop(flight.job.job_id, None)
+
+
 class D6FailedBlocks(Checker):
     """What a tier could not hand back is a miss for that block alone, and nothing loops on it.
 
@@ -160,12 +181,14 @@ class D6FailedBlocks(Checker):
 
     def __init__(self, sim: "Simulation") -> None:
         super().__init__(sim)
+        self._asked_by = Askers(sim)
         self._bad_rows: set[int] = set()
         self._failed: dict[str, set[OffloadKey]] = {}  # live request -> keys whose promotion failed for it
 
     def tier_submitted(self, flight: "Flight") -> None:
         if not flight.job.is_promotion:
             return
+        self._asked_by.note(flight)
         self._bad_rows |= flight.rows
         req_id = flight.job.req_context.req_id
         again = self._failed.get(req_id, set()).intersection(flight.job.keys)
@@ -179,11 +202,11 @@ class D6FailedBlocks(Checker):
         if flight.job.is_promotion and not flight.late:
             self._bad_rows -= flight.rows_of(result.successful_keys)
             self._note(flight, set(flight.job.keys).difference(result.successful_keys))
+        self._asked_by.forget(flight)
 
     def _note(self, flight: "Flight", keys: Any) -> None:
-        req_id = flight.job.req_context.req_id
-        if flight.job.is_promotion and req_id in self.sim.live:
-            self._failed.setdefault(req_id, set()).update(keys)
+        if self._asked_by.is_live(flight):
+            self._failed.setdefault(flight.job.req_context.req_id, set()).update(keys)
 
     def scheduled(self, step: "Step") -> None:
         for job in step.message.loads:
@@ -221,10 +244,13 @@ class V2Promotions(Checker):
         self._headroom = max(1, int(sim.config.cpu_chunks * sim.config.setting("promotion_headroom", 0.1)))
         self._hold = sim.config.setting("promotion_hold", 30.0)
         self._acks = AckCounter(sim.config.ranks)
+        self._asked_by = Askers(sim)
         self._load_rows: dict[int, set[int]] = {}  # device loads in flight
         self._promised: dict[str, dict[OffloadKey, tuple[int, float]]] = {}  # request -> key -> (row, until)
 
     def tier_submitted(self, flight: "Flight") -> None:
+        if flight.job.is_promotion:
+            self._asked_by.note(flight)
         if flight.job.is_promotion and self._primary.num_unpinned_rows < self._headroom:
             raise self.broken(
                 f"{flight.tier} job {flight.job.job_id} leaves {self._primary.num_unpinned_rows} rows for stores, "
@@ -233,9 +259,11 @@ class V2Promotions(Checker):
             )
 
     def tier_ended(self, flight: "Flight", result: JobResult) -> None:
-        req_id = flight.job.req_context.req_id
-        if flight.late or not flight.job.is_promotion or req_id not in self.sim.live:
+        waits = self._asked_by.is_live(flight)
+        self._asked_by.forget(flight)
+        if flight.late or not waits:
             return
+        req_id = flight.job.req_context.req_id
         until = self.sim.clock() + self._hold
         rows = dict(zip(flight.job.keys, flight.job.block_ids, strict=True))
         self._promised.setdefault(req_id, {}).update({key: (rows[key], until) for key in result.successful_keys})
