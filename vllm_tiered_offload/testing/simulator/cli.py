@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seeds", type=int, default=1, help="how many seeds; more than one run in parallel processes")
     made.add_argument("--jobs", type=int, default=2, help="processes at a time when there are several seeds")
     made.add_argument("--episode", type=int, help="run this one episode of the seed and nothing else")
+    made.add_argument("--shrink", type=float, default=60.0, help="seconds to look for a shorter way to a violation")
     made.add_argument("--report", type=Path, help="where to write the JSON report")
     made.add_argument("--no-connector", action="store_true", help="vLLM alone, to see what the simulation costs")
     made.add_argument("--quiet", action="store_true", help="no progress lines")
@@ -57,7 +58,7 @@ def _run_all(options: argparse.Namespace) -> list[tuple[Totals, list[Failure]]]:
     connector = None if options.no_connector else OURS
     seeds = range(options.seed, options.seed + options.seeds)
     steps = -(-options.steps // options.seeds)
-    work = [(seed, steps, connector, options.quiet, options.episode) for seed in seeds]
+    work = [(seed, steps, connector, options) for seed in seeds]
     if len(work) == 1:
         return [_run_one(work[0])]
     # Spawned, not forked: a forked child would share vLLM's and torch's threads.
@@ -65,14 +66,15 @@ def _run_all(options: argparse.Namespace) -> list[tuple[Totals, list[Failure]]]:
         return list(pool.map(_run_one, work))
 
 
-def _run_one(work: tuple[int, int, tuple[str, str] | None, bool, int | None]) -> tuple[Totals, list[Failure]]:
-    seed, steps, connector, quiet, episode = work
+def _run_one(work: tuple[int, int, tuple[str, str] | None, argparse.Namespace]) -> tuple[Totals, list[Failure]]:
+    seed, steps, connector, options = work
     # Failing copies, refused resets and tiers that are switched off are the point here: not worth a line each.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(logging.ERROR)
     logging.getLogger("vllm_tiered_offload").setLevel(logging.CRITICAL)
     _keep_imports_out_of_collections()
-    return run_seed(seed, steps, connector, _silent if quiet else _say, episode)
+    say = _silent if options.quiet else _say
+    return run_seed(seed, steps, connector, say, options.episode, options.shrink)
 
 
 def _keep_imports_out_of_collections() -> None:

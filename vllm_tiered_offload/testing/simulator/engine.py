@@ -72,7 +72,7 @@ class Simulation:
         self.world = World.make(config, self.runner, random.Random(f"{seed}/neighbour"))
         self.outputs: dict[str, list[int]] = {}  # tokens that came out, per request
         self.live: dict[str, Any] = {}  # vLLM's Request of everything that has not finished
-        self.run_eagerly: Callable[[], bool] = lambda: True  # depth 2: whether a batch runs before the next schedule()
+        self.eager = True  # depth 2: whether a batch runs before the next schedule()
         self.pool_full_steps = 0
         self.tokens_loaded = 0  # tokens of all load jobs
         self.jobs: deque[tuple[str, DeviceJob]] = deque(maxlen=1000)  # the last jobs sent: ("load" | "store", job)
@@ -330,7 +330,7 @@ class Simulation:
         done = None
         if self.scheduler.has_requests():
             self._batches.append(self._schedule())
-            if self.config.depth == 1 or self.run_eagerly():
+            if self.config.depth == 1 or self.eager:
                 self._execute_all()
             waits = self.config.depth > len(self._batches)
             if waits and (self._batches[-1].output.total_num_scheduled_tokens or self.scheduler.has_requests()):

@@ -6,6 +6,7 @@ because its arrival was left out) does nothing.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,12 @@ class Event:
 
 
 _ACTIONS: dict[str, Callable[..., None]] = {}
+_ARGUMENTS: dict[str, list[str]] = {}  # their names, for people
 
 
 def _action(perform: Callable[..., None]) -> Callable[..., None]:
     _ACTIONS[perform.__name__] = perform
+    _ARGUMENTS[perform.__name__] = list(signature(perform).parameters)[1:]
     return perform
 
 
@@ -51,8 +54,8 @@ def time_passes(sim: "Simulation", seconds: float) -> None:
 
 
 @_action
-def arrive(sim: "Simulation", req_id: str, tokens: Sequence[int], max_tokens: int, **options: Any) -> None:
-    """`options`: those of `Simulation.add_request`."""
+def arrive(sim: "Simulation", req_id: str, tokens: Sequence[int], max_tokens: int, options: dict[str, Any]) -> None:
+    """`options`: further arguments of `Simulation.add_request`."""
     if req_id not in sim.live and sim.may_reuse_id(req_id):
         sim.add_request(tokens, max_tokens, req_id, **options)
 
@@ -161,8 +164,9 @@ def _of_tier(change: Callable[..., None]) -> Callable[..., None]:
     def perform(sim: "Simulation", number: int, *args: Any) -> None:
         change(sim.tiers.tiers[number], *args)
 
-    perform.__name__ = change.__name__
-    return _action(perform)
+    _ACTIONS[change.__name__] = perform
+    _ARGUMENTS[change.__name__] = ["number", *list(signature(change).parameters)[1:]]
+    return perform
 
 
 @_of_tier
@@ -204,8 +208,9 @@ def tell(events: Sequence[Event]) -> list[str]:
 
 def _line(event: Event, prompts: dict[str, Sequence[int]]) -> str:
     if event.name != "arrive":
-        return " ".join([event.name, *map(str, event.args)])
-    req_id, tokens, max_tokens, *options = event.args
+        arguments = zip(_ARGUMENTS[event.name], event.args, strict=True)
+        return " ".join([event.name, *(f"{name}={value}" for name, value in arguments)])
+    req_id, tokens, max_tokens, options = event.args
     common = {other: _common(tokens, prompt) for other, prompt in prompts.items()}
     prompts[req_id] = tokens
     closest = max(common, key=lambda other: common[other], default=None)

@@ -2,9 +2,11 @@
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_offload.testing.simulator.chain import FIRST_TOKEN, VOCAB
+from vllm_tiered_offload.testing.simulator.events import Event
 from vllm_tiered_offload.testing.simulator.tier_weather import TierWeather
 
 if TYPE_CHECKING:
@@ -39,24 +41,28 @@ class Conversation:
 
 @dataclass(slots=True)
 class Workload:
-    """Drives one simulation. All randomness comes from `rng`."""
+    """Decides what happens to one simulation, and does it. All randomness comes from `rng`."""
 
     sim: "Simulation"
     rng: random.Random
     rates: Rates = field(default_factory=Rates)
     max_waiting: int = 8
     weather: TierWeather = field(init=False)
+    events: list[Event] = field(default_factory=list)  # all that was done so far
+    _numbers: "count[int]" = field(default_factory=lambda: count(1))
     _roots: list[list[int]] = field(default_factory=list)  # system prompts that conversations begin with
     _conversations: list[Conversation] = field(default_factory=list)
     _open: dict[str, Conversation] = field(default_factory=dict)  # live request -> its conversation
 
     def __post_init__(self) -> None:
         self._roots = [self._tokens(self.rng.randint(4, 40)) for _ in range(4)]
-        self.weather = TierWeather(self.sim.tiers, random.Random(self.rng.random()))
-        world = self.sim.world
-        world.share, world.failure, world.saves = 0.3, 0.3, 0.2
-        if self.sim.config.depth > 1:
-            self.sim.run_eagerly = lambda: self.rng.random() < 0.5
+        self.weather = TierWeather(self.sim.tiers, random.Random(self.rng.random()), self._do)
+        if self.sim.config.neighbour is not None:
+            self._do("neighbour", 0.3, 0.3, 0.2)
+
+    def _do(self, name: str, *args: Any) -> None:
+        self.events.append(Event(name, args))
+        self.events[-1].perform(self.sim)
 
     def step(self) -> None:
         """Maybe some events, then one engine step (or a little time, when there is nothing to do)."""
@@ -65,18 +71,18 @@ class Workload:
         if rng.random() < rates.arrival and len(sim.live) < self.max_waiting:
             self._arrive()
         if rng.random() < rates.abort and sim.live:
-            sim.abort(rng.choice(sorted(sim.live)), while_running=rng.random() < rates.abort_while_running)
+            self._do("abort", rng.choice(sorted(sim.live)), rng.random() < rates.abort_while_running)
         self._continue_sessions()
         self._copies()
         self.weather.step()
         if rng.random() < (rates.reset_while_loading if sim.is_loading() else rates.reset):
-            self._reset()
+            self._do("reset", rng.random() < 0.5, rng.random() < 0.7)
         if rng.random() < rates.reset_when_quiet:
-            self._reset_when_quiet()
+            self._do("reset_when_quiet", rng.random() < 0.7)
         if rng.random() < rates.jump:
-            sim.clock.advance(rng.uniform(0.5, 2.5))
+            self._do("time_passes", round(rng.uniform(0.5, 2.5), 2))
         if sim.has_work():
-            sim.step()
+            self._do("step", sim.config.depth == 1 or rng.random() < 0.5)
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(FIRST_TOKEN, VOCAB) for _ in range(count)]
@@ -94,13 +100,19 @@ class Workload:
         if len(prompt) + answer > self._room():
             conversation = Conversation(list(rng.choice(self._roots)))
             prompt = (conversation.tokens + self._tokens(rng.randint(1, 12)))[: self._room() - answer]
-        params = {"max_load_tokens": rng.randint(0, 40)} if rng.random() < 0.05 else None
-        salt = "salt" if rng.random() < 0.05 else None
-        skip = rng.random() < 0.03
+        options: dict[str, Any] = {}
+        if rng.random() < 0.05:
+            options["params"] = {"max_load_tokens": rng.randint(0, 40)}
+        if rng.random() < 0.05:
+            options["salt"] = "salt"
+        if rng.random() < 0.03:
+            options["skip_reading"] = True
         # Not with two batches in flight: vLLM 0.32 loses a session that is preempted and then gets the output of its
         # last batch (it leaves the waiting queue with it, and its prompt is cut to nothing).
-        session = rng.random() < self.rates.session and sim.config.depth == 1
-        req_id = sim.add_request(prompt, answer, self._old_id(), params, salt, skip, session)
+        if rng.random() < self.rates.session and sim.config.depth == 1:
+            options["session"] = True
+        req_id = self._old_id() or f"r{next(self._numbers)}"
+        self._do("arrive", req_id, prompt, answer, options)
         self._open[req_id] = conversation
         conversation.tokens = prompt
         conversation.turns += 1
@@ -114,9 +126,9 @@ class Workload:
             answer = rng.randint(1, 8)
             more = self._tokens(rng.randint(1, 10))
             if rng.random() < 0.7 and sim.live[req_id].num_tokens + len(more) + answer <= self._room():
-                sim.continue_session(req_id, more, answer)
+                self._do("more_input", req_id, more, answer)
             else:
-                sim.abort(req_id)
+                self._do("abort", req_id, False)
 
     def _old_id(self) -> str | None:
         """Sometimes the id of a request that has finished and that the workers may not know to be over yet."""
@@ -143,26 +155,13 @@ class Workload:
     def _copies(self) -> None:
         rng, copies = self.rng, self.sim.copies
         if rng.random() < self.rates.fault:
-            copies.faults += rng.randint(1, 2)
+            self._do("copies_fail", rng.randint(1, 2))
         if rng.random() < self.rates.submit_fault:
-            copies.submit_faults += 1
+            self._do("copies_are_refused", 1)
         if not copies.held:
             if rng.random() < self.rates.hold:
-                copies.held = True
+                self._do("hold_copies")
         elif rng.random() < self.rates.release:
-            self.sim.release_copies()
-        else:
-            copies.run(rng.randint(0, 2), shuffle=True)
-
-    def _reset(self) -> None:
-        self.sim.reset(reset_running=self.rng.random() < 0.5, new_weights=self.rng.random() < 0.7)
-
-    def _reset_when_quiet(self) -> None:
-        """What a careful operator does: pause, let everything end, reset, update the weights."""
-        sim = self.sim
-        for req_id in sorted(sim.live):
-            sim.abort(req_id)
-        sim.release_copies()
-        sim.run_until_idle(sessions_end=True)
-        if not sim.reset(new_weights=self.rng.random() < 0.7):
-            raise sim.story.violation("l6", "an idle engine could not be reset")
+            self._do("release_copies")
+        elif number := rng.randint(0, 2):
+            self._do("run_copies", number)
