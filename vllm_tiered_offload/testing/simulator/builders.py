@@ -72,7 +72,7 @@ def kv_transfer_config(config: SimConfig, world: str) -> KVTransferConfig | None
         "kv_connector": name,
         "kv_connector_module_path": module,
         "kv_role": config.kv_role,
-        "kv_load_failure_policy": "recompute",
+        "kv_load_failure_policy": config.load_failure_policy,
         "kv_connector_extra_config": config.connector_settings() if config.connector[1].startswith("vllm_tiered") else
         {"world": world, "blocks_per_chunk": config.blocks_per_chunk, **config.extra},
     }  # fmt: skip
@@ -82,14 +82,14 @@ def kv_transfer_config(config: SimConfig, world: str) -> KVTransferConfig | None
         "kv_connector": "NeighbourConnector",
         "kv_connector_module_path": "vllm_tiered_offload.testing.simulator.neighbour",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
+        "kv_load_failure_policy": config.load_failure_policy,
         "kv_connector_extra_config": {"world": world},
     }
     children = [neighbour, ours] if config.neighbour_first else [ours, neighbour]
     return KVTransferConfig(
         kv_connector="MultiConnector",
         kv_role="kv_both",
-        kv_load_failure_policy="recompute",
+        kv_load_failure_policy=config.load_failure_policy,
         kv_connector_extra_config={"connectors": children},
     )
 
@@ -144,7 +144,7 @@ def scheduler(config: SimConfig, built: VllmConfig, kv_config: KVCacheConfig) ->
         kv_cache_config=kv_config,
         structured_output_manager=StructuredOutputManager(built),
         block_size=config.block_size,
-        log_stats=True,
+        log_stats=config.log_stats,
     )
 
 

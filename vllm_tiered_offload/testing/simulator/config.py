@@ -35,9 +35,13 @@ class SimConfig:
     blocks_per_chunk: int = 1
     cpu_chunks: int = 64  # rows of the host region
     tiers: int = 0  # in-memory tiers behind the CPU tier
+    request_level: bool = False  # the last of them wants every block of a request
+    lifecycle: str = "strict"
+    log_stats: bool = True  # whether vLLM asks for numbers after each step
     policy: str = "lru"
     offload_prompt_only: bool = False
     kv_role: str = "kv_both"
+    load_failure_policy: str = "recompute"  # vLLM's kv_load_failure_policy
     neighbour: str | None = None  # None, "async" or "sync": a second connector inside MultiConnector
     neighbour_first: bool = True
     connector: tuple[str, str] | None = OURS
@@ -55,20 +59,29 @@ class SimConfig:
         chunk_tokens = self.blocks_per_chunk * self.block_size
         return round_up(self.ranks * self.layers * chunk_tokens * self.slot_bytes, ROW_ALIGNMENT)
 
+    @property
+    def max_pinned_blocks(self) -> int:
+        """Device blocks that stores may hold."""
+        share = self.extra.get("max_pinned_device_share", 0.5 if self.connector == OURS else 1.0)
+        return int((self.num_blocks - 1) * share)
+
     def connector_settings(self) -> dict[str, Any]:
         """`kv_connector_extra_config` of the connector under test."""
         return {
             "cpu": {"capacity": self.cpu_chunks * self.row_bytes, "eviction_policy": self.policy},
             "blocks_per_chunk": self.blocks_per_chunk,
             "offload_prompt_only": self.offload_prompt_only,
-            "lifecycle": "strict",
+            "lifecycle": self.lifecycle,
             **(self._tier_settings() if self.tiers else {}),
             **self.extra,
         }
 
     def _tier_settings(self) -> dict[str, Any]:
         """Times are short: a simulated step is a few hundredths of a second, and now and then some seconds pass."""
-        return {"tiers": [{"type": TIER_TYPE}] * self.tiers, **TIER_TIMES}
+        tiers: list[dict[str, Any]] = [{"type": TIER_TYPE} for _ in range(self.tiers)]
+        if self.request_level:
+            tiers[-1]["request_level"] = True
+        return {"tiers": tiers, **TIER_TIMES}
 
     def setting(self, name: str, default: Any) -> Any:
         """A setting of the connector under test; `default` where this engine does not set it."""
@@ -79,8 +92,8 @@ class SimConfig:
         neighbour = f"{self.neighbour}{'<' if self.neighbour_first else '>'}" if self.neighbour else "none"
         return (
             f"depth={self.depth} block={self.block_size} blocks={self.num_blocks} ranks={self.ranks} "
-            f"chunk={self.blocks_per_chunk} rows={self.cpu_chunks} tiers={self.tiers} policy={self.policy} "
-            f"prompt_only={self.offload_prompt_only} neighbour={neighbour}"
+            f"chunk={self.blocks_per_chunk} rows={self.cpu_chunks} tiers={self.tiers}{'+' * self.request_level} "
+            f"policy={self.policy} prompt_only={self.offload_prompt_only} neighbour={neighbour} {self.lifecycle}"
         )
 
 
@@ -98,6 +111,9 @@ def rotation() -> Iterator[SimConfig]:
             # With tiers behind, few enough that chunks leave and come back.
             cpu_chunks=max(5, (96, 48, 72)[step % 3] // (chunk * block_size)) if tiers else (40, 8, 96)[step % 3],
             tiers=tiers,
+            request_level=tiers > 0 and step // 6 % 2 == 1,
+            lifecycle=("strict", "tolerant")[step // 2 % 2],
+            log_stats=step % 3 == 0,
             policy=("lru", "arc")[step // 2 % 2],
             offload_prompt_only=step % 5 == 4,
             neighbour=(None, "async", None, "sync", "async")[step % 5],

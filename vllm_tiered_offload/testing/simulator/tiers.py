@@ -9,11 +9,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_tiered_offload.contract.jobs import JobMetadata
+from vllm_tiered_offload.contract.jobs import JobMetadata, OffloadPolicy, ReqContext, RequestOffloadingContext
 from vllm_tiered_offload.hierarchy.region_access import RegionAccess
 from vllm_tiered_offload.testing.fakes.memory_tier import MemoryTier
 from vllm_tiered_offload.testing.simulator.config import TIER_TYPE
 from vllm_tiered_offload.tiers.registry import TIERS
+
+
+class SimulatedTier(MemoryTier):
+    """One tier behind; `request_level` wants every block of a request."""
+
+    def __init__(self, *, request_level: bool = False) -> None:
+        super().__init__()
+        self.request_level = request_level
+        self.bound = False  # knows the region
+        self.left_out = 0  # chunks that checkers missed here; the manager must have counted as many as skipped
+
+    def bind_region(self, *args: Any) -> None:
+        super().bind_region(*args)
+        self.bound = True
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        super().on_new_request(req_context)
+        policy = OffloadPolicy.REQUEST_LEVEL if self.request_level else OffloadPolicy.BLOCK_LEVEL
+        return RequestOffloadingContext(policy)
 
 
 class TierControl:
@@ -26,7 +45,7 @@ class TierControl:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self.tiers: list[MemoryTier] = []  # nearest first
+        self.tiers: list[SimulatedTier] = []  # nearest first
         self.held = False
         self.opens = True  # whether the region may be opened now
         self.failing = 0
@@ -44,14 +63,14 @@ class TierControl:
         """The connector that is made inside finds its tiers here."""
         control = self
 
-        class SimulatedTier(MemoryTier):
+        class OurTier(SimulatedTier):
             @classmethod
-            def from_settings(cls, raw: Any, *args: Any, **kwargs: Any) -> "SimulatedTier":  # noqa: ARG003
+            def from_settings(cls, raw: Any, *args: Any, **kwargs: Any) -> "OurTier":  # noqa: ARG003
                 tier = cls(**raw)
                 control.tiers.append(tier)
                 return tier
 
-        with TIERS.registered(TIER_TYPE, SimulatedTier):
+        with TIERS.registered(TIER_TYPE, OurTier):
             yield
 
     def region_access(self) -> RegionAccess:
@@ -93,10 +112,10 @@ class TierControl:
             tier.retries = 0
         self.end_of_step()
 
-    def _ready(self) -> list[tuple[MemoryTier, JobMetadata]]:
+    def _ready(self) -> list[tuple[SimulatedTier, JobMetadata]]:
         return [(tier, job) for tier in self.tiers for job in tier.waiting if job.job_id not in self._hung]
 
-    def _run_one(self, tier: MemoryTier, job: JobMetadata) -> None:
+    def _run_one(self, tier: SimulatedTier, job: JobMetadata) -> None:
         spoilt = set()
         if self.spoiling:
             self.spoiling -= 1

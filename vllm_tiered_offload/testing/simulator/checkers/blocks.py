@@ -7,7 +7,6 @@ import numpy as np
 
 from vllm_tiered_offload.contract.messages import DeviceJob
 from vllm_tiered_offload.testing.simulator.checkers.base import AckCounter, Checker
-from vllm_tiered_offload.testing.simulator.config import OURS
 
 if TYPE_CHECKING:
     from vllm_tiered_offload.testing.simulator.engine import Simulation, Step
@@ -124,9 +123,7 @@ class D2PinnedBlocks(Checker):
 
     def __init__(self, sim: "Simulation") -> None:
         super().__init__(sim)
-        config = sim.config
-        share = config.extra.get("max_pinned_device_share", 0.5 if config.connector == OURS else 1.0)
-        self._limit = int((config.num_blocks - 1) * share)
+        self._limit = sim.config.max_pinned_blocks
         self._reported = AckCounter(sim.config.ranks)
         self._processed = AckCounter(sim.config.ranks)
         self._planned: dict[int, set[int]] = {}  # job -> blocks, from the message to the last acknowledgement

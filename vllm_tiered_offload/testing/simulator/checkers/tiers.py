@@ -25,10 +25,12 @@ SUBMITS = ("submit_store", "submit_load")
 class L3TierLifecycle(Checker):
     """At each tier behind, for every request: one beginning, one end, no submit outside, and no end too early.
 
-    The end may be told only when no device store of the request is in flight, because its completion is a cascade.
-    (A reset ends finished requests anyway, and an id that is used again ends its predecessor.)
+    The end may be told only when no device store of the request is in flight, because its completion is a cascade, and
+    is told with the last one. (A reset ends finished requests anyway, and an id that is used again ends its
+    predecessor.)
 
-    Does not check that a chunk which could be cascaded is, nor the order of the two ends at different tiers.
+    Does not check that a chunk which could be cascaded is (l4, l5), the order of the two ends at different tiers, nor
+    that the end is told in time where a REQUEST_LEVEL tier is behind: it may be owed something.
     """
 
     name = "l3"
@@ -38,10 +40,13 @@ class L3TierLifecycle(Checker):
         self._open: Counter[tuple[str, str]] = Counter()  # (tier, request) -> beginnings minus ends
         # Device stores in flight at the manager, and whose they are.
         self._stores: dict[PreparedStore, list[str]] = {}
+        self._ended: set[str] = set()  # requests that are over for the manager
+        self._completes: list[str] = []  # whose store is completing
         manager = sim.manager
         if getattr(manager, "guards", ()):
             spy(manager, "prepare_stores", lambda *_args: None, self._prepared)
-            spy(manager, "complete_store", self._completed)
+            spy(manager, "on_request_finished", lambda ctx: self._ended.add(ctx.req_id))
+            spy(manager, "complete_store", self._completing, self._completed)
             spy(manager, "reset_cache", self._stores.clear)
             spy(manager, "on_new_request", self._began)
 
@@ -50,10 +55,18 @@ class L3TierLifecycle(Checker):
         if owners:
             self._stores[prepared] = owners
 
-    def _completed(self, prepared: PreparedStore, *_failed: Any) -> None:
-        self._stores.pop(prepared, None)
+    def _completing(self, prepared: PreparedStore, *_failed: Any) -> None:
+        self._completes = self._stores.pop(prepared, [])
+
+    def _completed(self, *_args: Any) -> None:
+        for req_id in self._completes:
+            waits = [tier for tier, other in +self._open if other == req_id]
+            over = req_id in self._ended and not any(req_id in owners for owners in self._stores.values())
+            if over and waits and not self.sim.config.request_level:
+                raise self.broken(f"its last store completed after its end, and {waits} were not told", req_id)
 
     def _began(self, ctx: ReqContext) -> None:
+        self._ended.discard(ctx.req_id)
         for owners in self._stores.values():
             owners[:] = [req_id for req_id in owners if req_id != ctx.req_id]
 

@@ -1,0 +1,199 @@
+"""Checkers of what the scheduler half asks for and offers: whose keys (D5), what portions (V3), none skipped (L7)."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_tiered_offload.contract.jobs import PreparedStore, ReqContext
+from vllm_tiered_offload.contract.keys import OffloadKey, make_offload_key
+from vllm_tiered_offload.contract.managers import StoreOffer
+from vllm_tiered_offload.settings import Settings
+from vllm_tiered_offload.testing.simulator.checkers.base import Checker, spy
+
+if TYPE_CHECKING:
+    from vllm_tiered_offload.testing.simulator.engine import Simulation
+
+
+class ChunksOfRequests:
+    """Which chunk of a request a key stands for."""
+
+    def __init__(self, sim: "Simulation") -> None:
+        self._per_chunk = sim.config.blocks_per_chunk
+        # By id() of vLLM's request, which the first part keeps alive: what its hashes were, and the chunks they make.
+        self._known: dict[int, tuple[Any, tuple[int, bytes], dict[OffloadKey, int]]] = {}
+
+    def chunk(self, request: Any, key: OffloadKey) -> int | None:
+        """The number of the chunk, or None if it is the key of none of its chunks."""
+        hashes = request.block_hashes
+        mark = (len(hashes), hashes[-1] if hashes else b"")  # hashes chain, so the last one tells of all
+        known = self._known.get(id(request))
+        if known is None or known[1] != mark:
+            ends = hashes[self._per_chunk - 1 :: self._per_chunk]
+            known = (request, mark, {make_offload_key(end, 0): chunk for chunk, end in enumerate(ends)})
+            self._known[id(request)] = known
+        return known[2].get(key)
+
+
+class D5OwnKeys(Checker):
+    """Keys come from the request's own block hashes, and one key never stands for two contents.
+
+    What the scheduler half looks up, loads, stores or touches for a request is the key of a full chunk of it. Whoever
+    stores under a key has the same tokens up to the chunk's end, and the same salt, as all who did so before.
+
+    Does not check what outlives the process (the fingerprint's tests do), nor LoRA and multimodal inputs, which vLLM
+    mixes into the hashes as it does the salt.
+    """
+
+    name = "d5"
+    CALLS = ("lookup", "touch", "prepare_load", "prepare_stores")
+
+    def __init__(self, sim: "Simulation") -> None:
+        super().__init__(sim)
+        self._chunks = ChunksOfRequests(sim)
+        self._tokens_per_chunk = sim.config.blocks_per_chunk * sim.config.block_size
+        self._lives: dict[str, list[Any]] = {}  # the last two vLLM requests of that id: it may be in use again
+        self._contents: dict[OffloadKey, int] = {}  # key -> hash of (salt, all tokens up to the chunk's end)
+        if hasattr(sim.manager, "lookup"):
+            for call in self.CALLS:
+                spy(sim.manager, call, getattr(self, f"_{call}"))
+
+    def added(self, request: Any) -> None:
+        self._lives[request.request_id] = [*self._lives.get(request.request_id, [])[-1:], request]
+
+    def _own(self, call: str, keys: Sequence[OffloadKey], ctx: ReqContext) -> tuple[Any, list[int]]:
+        """The life of the request that has all these keys, the later one first, and their chunks."""
+        for request in reversed(self._lives.get(ctx.req_id, [])):
+            chunks = [self._chunks.chunk(request, key) for key in keys]
+            own = [chunk for chunk in chunks if chunk is not None]
+            if len(own) == len(keys):
+                return request, own
+        raise self.broken(f"{call}: not all {len(keys)} keys are the request's", ctx.req_id)
+
+    def _lookup(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
+        self._own("lookup", keys, ctx)
+
+    def _touch(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
+        self._own("touch", keys, ctx)
+
+    def _prepare_load(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
+        self._own("prepare_load", keys, ctx)
+
+    def _prepare_stores(self, offers: Sequence[StoreOffer]) -> None:
+        for keys, ctx in offers:
+            self._offer(keys, ctx)
+
+    def _offer(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
+        request, chunks = self._own("prepare_stores", keys, ctx)
+        for key, chunk in zip(keys, chunks, strict=True):
+            end = (chunk + 1) * self._tokens_per_chunk
+            content = hash((request.cache_salt, tuple(request.all_token_ids[:end])))
+            if self._contents.setdefault(key, content) != content:
+                raise self.broken(f"chunk {chunk} has the key of another content", ctx.req_id)
+
+
+class V3PartialStores(Checker):
+    """A declined range leaves no hole, and is offered again only after progress, a bounded number of times.
+
+    Since its last (re)start a request's offers follow on one another: each begins where what was taken so far ends, or
+    before. One that begins where an earlier one was declined reaches farther, unless it is the request's last.
+    After `max_store_offers` declined offers there are no more.
+
+    Does not check ranges that the pin limit held back before they were offered, nor that the longest prefix that fits
+    is taken (the CPU tier's own tests do).
+    """
+
+    name = "v3"
+
+    def __init__(self, sim: "Simulation") -> None:
+        super().__init__(sim)
+        self._chunks = ChunksOfRequests(sim)
+        self._tokens_per_chunk = sim.config.blocks_per_chunk * sim.config.block_size
+        self._requests: dict[str, Any] = {}  # vLLM's request that the manager knows by an id
+        self._local: dict[str, int] = {}  # device hits at the last question
+        self._next: dict[str, int] = {}  # admitted request -> chunks before it need no offer
+        self._declined: dict[str, list[int]] = {}  # ends of its declined offers since the last (re)start
+        if hasattr(sim.manager, "lookup"):
+            self._limit = Settings.parse(sim.config.connector_settings()).max_store_offers
+            spy(sim.manager, "on_new_request", self._began)
+            spy(sim.manager, "prepare_stores", self._offering, self._offered)
+
+    def _began(self, ctx: ReqContext) -> None:
+        self._requests[ctx.req_id] = self.sim.live.get(ctx.req_id)
+
+    def hook(self, name: str, args: tuple[Any, ...], result: Any) -> None:  # noqa: ARG002
+        if name == "get_num_new_matched_tokens":
+            req_id = args[0].request_id
+            self._local[req_id] = args[1]
+            self._next.pop(req_id, None)
+            self._declined.pop(req_id, None)
+        elif name == "update_state_after_alloc" and args[0].num_computed_tokens == 0:
+            req_id = args[0].request_id
+            self._next[req_id] = (self._local.get(req_id, 0) + args[2]) // self._tokens_per_chunk
+
+    def _place(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> int | None:
+        """The first chunk of an offer; None for the last offer of a request, which is over for vLLM by then."""
+        request = self._requests.get(ctx.req_id)
+        if not keys or request is None or self.sim.live.get(ctx.req_id) is not request:
+            return None
+        return self._chunks.chunk(request, keys[0])
+
+    def _offering(self, offers: Sequence[StoreOffer]) -> None:
+        pinned = self.sim.connector.connector_scheduler.num_pinned_blocks
+        for keys, ctx in offers:
+            first = self._place(keys, ctx)
+            if first is not None:
+                pinned += len(keys) * self.sim.config.blocks_per_chunk
+                self._check(first, len(keys), ctx.req_id, pinned)
+
+    def _check(self, first: int, count: int, req_id: str, pinned: int) -> None:
+        """`pinned`: device blocks that stores hold, if all offers up to this one are taken."""
+        if first > self._next.get(req_id, first):
+            raise self.broken(f"chunks {self._next[req_id]} to {first - 1} are left out", req_id)
+        declined = self._declined.get(req_id, [])
+        if len(declined) >= self._limit:
+            raise self.broken(f"an offer after {len(declined)} that were declined", req_id)
+        held_back = pinned + self.sim.config.blocks_per_chunk > self.sim.config.max_pinned_blocks
+        if declined and first + count <= declined[-1] and not held_back:
+            raise self.broken(f"chunks {first} to {declined[-1] - 1} offered again without progress", req_id)
+
+    def _offered(self, prepared: PreparedStore, offers: Sequence[StoreOffer]) -> None:
+        for (keys, ctx), accepted in zip(offers, prepared.accepted, strict=True):
+            self._note(keys, ctx, accepted)
+
+    def _note(self, keys: Sequence[OffloadKey], ctx: ReqContext, accepted: int) -> None:
+        first = self._place(keys, ctx)
+        if first is None:
+            return
+        self._next[ctx.req_id] = first + accepted
+        if accepted < len(keys):
+            self._declined.setdefault(ctx.req_id, []).append(first + len(keys))
+        else:
+            self._declined.pop(ctx.req_id, None)
+
+
+class L7NothingSkipped(Checker):
+    """Nobody breaks the contract here, so no request's offloading may have been given up, in either lifecycle.
+
+    ("strict" raises, which ends the run anyway; "tolerant" would go on with a line in the log.)
+
+    Does not check what happens when the contract is broken (tests/scheduler/test_lifecycle_modes.py does).
+    """
+
+    name = "l7"
+    COUNTER = "lifecycle_violations_total"
+
+    def __init__(self, sim: "Simulation") -> None:
+        super().__init__(sim)
+        self._skipped: float = 0
+        self._half: Any = getattr(sim.connector, "connector_scheduler", None)
+        if hasattr(self._half, "take_stats"):
+            spy(self._half, "take_stats", lambda: None, self._reported)
+
+    def _reported(self, stats: Any) -> None:
+        if stats is not None:
+            self._skipped += stats.counters.get(self.COUNTER, 0)
+
+    def converged(self) -> None:
+        if hasattr(self._half, "take_stats"):
+            self._half.take_stats()
+        if self._skipped:
+            raise self.broken(f"the offloading of requests was given up {self._skipped} times")
