@@ -25,15 +25,15 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@pytest.fixture
-def simulate() -> Iterator[Callable[..., Any]]:
-    """Makes simulations: simulate(depth=2, ...) with fields of SimConfig; closes them."""
+@pytest.fixture(params=["strict", "tolerant"])
+def simulate(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Makes simulations: simulate(depth=2, ...) with fields of SimConfig; closes them. Under both lifecycles."""
     from vllm_tiered_offload.testing.simulator.engine import Simulation
 
     made: list[Simulation] = []
 
     def make(seed: int = 0, **fields: Any) -> Simulation:
-        made.append(Simulation(SimConfig(**fields), seed))
+        made.append(Simulation(SimConfig(**{"lifecycle": request.param, **fields}), seed))
         return made[-1]
 
     yield make

@@ -44,14 +44,14 @@ class CopyControl:
             raise CopyFault("simulated: the copy is not accepted")
         self._waiting.append(task)
 
-    def run(self, count: int | None = None, shuffle: bool = False) -> int:
-        """Run `count` of the waiting tasks (None: until none waits), in random order if `shuffle`; how many ran.
+    def run(self, count: int | None = None, shuffle: bool = False, newest_first: bool = False) -> int:
+        """Run `count` of the waiting tasks (None: until none waits), oldest first unless told otherwise; how many ran.
 
         A task may put the next one in line when it ends.
         """
         ran = 0
         while self._waiting and (count is None or ran < count):
-            task = self._waiting.pop(self._rng.randrange(len(self._waiting)) if shuffle else 0)
+            task = self._waiting.pop(self._rng.randrange(len(self._waiting)) if shuffle else -newest_first)
             CopyControl.running = self
             try:
                 task()
