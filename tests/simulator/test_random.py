@@ -51,6 +51,27 @@ def test_tiers_get_into_every_kind_of_trouble() -> None:
     assert kinds >= wanted, wanted - kinds
 
 
+def test_ranks_finish_in_different_steps() -> None:
+    """A job that one rank has ended and another has not is neither over nor lost; random runs have plenty of them."""
+    from vllm_tiered_offload.testing.simulator.checkers import ALL_CHECKERS, Checker
+    from vllm_tiered_offload.testing.simulator.engine import Simulation
+    from vllm_tiered_offload.testing.simulator.workload import Workload
+
+    partly: list[int] = []
+
+    class Probe(Checker):
+        def reported(self, step: Any) -> None:
+            partly.extend(ack.ranks for ack in step.report.acks.values() if ack.ranks == 1)
+
+    sim = Simulation(SimConfig(ranks=2, num_blocks=20), checkers=(*ALL_CHECKERS, Probe))
+    workload = Workload(sim, random.Random(4))
+    while sim.story.counts["steps"] < 200:
+        workload.step()
+    sim.converge()
+    sim.close()
+    assert len(partly) >= 20
+
+
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_random_episode_of_one_role(role: str) -> None:
     """A producer only stores, a consumer only loads (and here finds nothing)."""

@@ -477,4 +477,7 @@ class Simulation:
         pending = scheduler.connector.has_pending_push_work() if scheduler.connector is not None else None
         state = self.leftover_state()
         held = sorted(set(scheduler.requests) - set(self.live))
-        return f"running {running}, live {waiting}, held after finish {held}, push work {pending}, state {state}"
+        return (
+            f"running {running}, live {waiting}, held after finish {held}, push work {pending}, state {state}, "
+            f"{len(self.copies)} copies and {len(self.tiers)} tier jobs wait"
+        )
