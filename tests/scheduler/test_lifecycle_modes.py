@@ -1,5 +1,5 @@
 """L7: what a broken contract costs. "strict" raises with the request's history, "tolerant" skips that request's offload
-with one warning and a counter; either way before anything is allocated.
+with one warning and a counter; either way before anything is allocated, at the scheduler half and at the manager.
 """
 
 import logging
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from vllm_tiered_offload.contract.keys import OffloadKey
-from vllm_tiered_offload.contract.lifecycle import InvalidTransition
+from vllm_tiered_offload.contract.lifecycle import InvalidTransition, Phase
 from vllm_tiered_offload.hierarchy.manager import TieringOffloadingManager
 from vllm_tiered_offload.scheduler.scheduler import OffloadingConnectorScheduler
 from vllm_tiered_offload.scheduler.views import GroupShape
@@ -132,6 +132,40 @@ def test_tolerant_skips_the_request_alone(
     half.step()
     assert set(half.inner.debug_state().values()) == {0}
     assert len(warnings(caplog)) == 1
+
+
+def test_strict_half_raises_before_it_asks_or_pins() -> None:
+    """The half's own table: it takes no pin and does not even ask the manager.
+
+    Mutation: advancing the table after prepare_store in the half fails here and below.
+    """
+    half = Half()
+    request = half.add("a", 8)
+    half.inner._requests["a"].lifecycle.phase = Phase.SIGNALLED
+    with pytest.raises(InvalidTransition, match="request a: submit while signalled"):
+        half.start(request, 8)
+    assert "prepare_store" not in half.manager.of("a")
+    assert half.inner.num_pinned_blocks == 0
+
+
+def test_tolerant_half_skips_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """The same, survived: one warning that names the setting, a counter, no later offer, a proper end."""
+    half = Half(lifecycle="tolerant")
+    request = half.add("a", 12)
+    life = half.inner._requests["a"].lifecycle
+    life.phase = Phase.SIGNALLED
+    with caplog.at_level(logging.WARNING):
+        assert not half.start(request, 4).stores
+        life.phase = Phase.TRACKED
+        assert not half.step({request: 8}).stores
+    (text,) = warnings(caplog)
+    assert "request a is not offloaded any more: request a: submit while signalled" in text
+    assert "'strict'" in text
+    assert count(half) == 1
+    half.finish(request, aborted=True)
+    half.step()
+    assert half.manager.of("a") == ["on_new_request", "lookup", "on_request_finished"]
+    half.assert_empty()
 
 
 @pytest.mark.parametrize("lifecycle", ["strict", "tolerant"])

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from vllm_tiered_offload.contract.jobs import LookupResult, PreparedLoad, PreparedStore, ReqContext
 from vllm_tiered_offload.contract.keys import OffloadKey
-from vllm_tiered_offload.contract.lifecycle import Event, RequestLifecycle
+from vllm_tiered_offload.contract.lifecycle import Event, InvalidTransition, RequestLifecycle
 from vllm_tiered_offload.contract.managers import OffloadingManager
 from vllm_tiered_offload.contract.messages import (
     DeviceJob,
@@ -450,11 +450,20 @@ class OffloadingConnectorScheduler:
 
     def _store_contained(self, offers: Sequence[Offer]) -> None:
         """What raises here is the manager's fault, not one request's: all of them go on without offloading."""
+        offers = [offer for offer in offers if self._may_submit(offer.state)]
         try:
             self._store(offers)
         except Exception as error:
             for offer in offers:
                 self._skip(offer.state, error)
+
+    def _may_submit(self, state: RequestState) -> bool:
+        """Whether the contract allows it; asked before anything is allocated (L7)."""
+        life = state.lifecycle
+        if life.allows(_SUBMIT):
+            return True
+        self._skip(state, InvalidTransition(life.req_id, life.phase, _SUBMIT, life.history))
+        return False
 
     def _finalise(self, state: RequestState) -> None:
         """Build the final store job of a finished request, then signal the manager: nothing more is submitted."""
