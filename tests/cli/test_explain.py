@@ -10,8 +10,6 @@ from vllm_tiered_offload.cli.explain import WORDS, explain
 from vllm_tiered_offload.contract.fingerprint import FIELDS
 from vllm_tiered_offload.tiers.fs.manifest import Manifest
 
-pytestmark = pytest.mark.fast
-
 
 def namespace(root: Path, **fields: object) -> Path:
     bench = Bench(root, model=fingerprint(**fields))

@@ -13,8 +13,6 @@ from vllm_tiered_offload.tiers.fs.files import Files
 from vllm_tiered_offload.tiers.fs.inspect import survey, walk
 from vllm_tiered_offload.tiers.fs.owner import Owner
 
-pytestmark = pytest.mark.fast
-
 IMPORTS = """
 import sys
 from vllm_tiered_offload.cli.main import main

@@ -13,8 +13,6 @@ from fs_kit import Bench, keys_of
 
 from vllm_tiered_offload.cli.main import main
 
-pytestmark = pytest.mark.fast
-
 COMMANDS = [["ls"], ["du"], ["verify"], ["gc"], ["drop", "ab", "--yes"], ["explain"]]
 
 

@@ -13,8 +13,6 @@ from vllm_tiered_offload.tiers.fs.manifest import Manifest
 from vllm_tiered_offload.tiers.fs.namespace import try_root
 from vllm_tiered_offload.tiers.fs.owner import Owner, host_token
 
-pytestmark = pytest.mark.fast
-
 KEYS = keys_of("a", 4)
 DEAD = Owner("engine", host_token(), 2**30)
 ALIVE = Owner("engine", host_token(), os.getpid())

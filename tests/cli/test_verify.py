@@ -12,8 +12,6 @@ from fs_kit import FRAME, Bench, FaultyFiles, chunk_files, fingerprint, keys_of
 from vllm_tiered_offload.cli import fs as commands
 from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
 
-pytestmark = pytest.mark.fast
-
 KEYS = keys_of("a", 6)
 
 

@@ -8,8 +8,6 @@ from vllm_tiered_offload import PrimaryTier
 from vllm_tiered_offload.testing.conformance import PrimaryTierConformance
 from vllm_tiered_offload.tiers.cpu.tier import CpuTier
 
-pytestmark = pytest.mark.fast
-
 
 class CpuConformance(PrimaryTierConformance):
     policy: str

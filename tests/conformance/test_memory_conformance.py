@@ -9,8 +9,6 @@ from memory_tiers import MemoryFaults, SelfDrivingMemoryTier
 from vllm_tiered_offload import SecondaryTierManager
 from vllm_tiered_offload.testing.conformance import Faults, SecondaryTierConformance
 
-pytestmark = pytest.mark.fast
-
 
 class TestMemory(SecondaryTierConformance):
     @pytest.fixture

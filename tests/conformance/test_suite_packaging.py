@@ -4,12 +4,8 @@ import ast
 import importlib.util
 from pathlib import Path
 
-import pytest
-
 import vllm_tiered_offload
 from vllm_tiered_offload.testing import conformance
-
-pytestmark = pytest.mark.fast
 
 PACKAGE = Path(vllm_tiered_offload.__file__).parent
 

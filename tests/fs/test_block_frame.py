@@ -18,8 +18,6 @@ from vllm_tiered_offload.tiers.block_frame import (
     verify,
 )
 
-pytestmark = pytest.mark.fast
-
 KEY = OffloadKey(b"k" * 36)
 SPACE = bytes(range(32))
 PAYLOAD = bytes(range(256)) * 16

@@ -3,13 +3,9 @@
 import threading
 from dataclasses import dataclass, field
 
-import pytest
-
 from vllm_tiered_offload.tiers.fs.batch import Batch, Report
 from vllm_tiered_offload.tiers.fs.faults import Fault
 from vllm_tiered_offload.tiers.fs.lanes import Lane
-
-pytestmark = pytest.mark.fast
 
 
 @dataclass

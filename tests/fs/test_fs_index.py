@@ -11,8 +11,6 @@ from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.tiers.fs import index as index_module
 from vllm_tiered_offload.tiers.fs.index import ExpiringKeys, KeyIndex, Victims
 
-pytestmark = pytest.mark.fast
-
 
 def write(index: KeyIndex, key, size: int = 1) -> list[OffloadKey]:
     """The victims of a write that goes well; there must be room for it."""

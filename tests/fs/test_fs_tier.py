@@ -556,7 +556,6 @@ def test_a_closed_lane_takes_nothing_and_its_threads_end() -> None:
 # Settings
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("raw", "line"),
     [

@@ -22,8 +22,6 @@ from vllm_tiered_offload.tiers.guard import GuardLimits, TierGuard
 from vllm_tiered_offload.worker.layout import build_group_layout
 from vllm_tiered_offload.worker.worker import OffloadingConnectorWorker
 
-pytestmark = pytest.mark.fast
-
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 KEYS = keys_of("leg", 4)
 BAD = 2  # position of the chunk that a fault meets

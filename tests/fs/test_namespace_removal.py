@@ -11,8 +11,6 @@ from vllm_tiered_offload.tiers.fs.files import Files, remove_tree
 from vllm_tiered_offload.tiers.fs.namespace import Namespace
 from vllm_tiered_offload.tiers.fs.owner import Owner, host_token
 
-pytestmark = pytest.mark.fast
-
 DEAD = Owner("whoever", host_token(), 2**30)
 
 

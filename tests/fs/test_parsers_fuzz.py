@@ -31,8 +31,6 @@ from vllm_tiered_offload.tiers.fs.manifest import FORMAT, MANIFEST, MAX_BYTES, M
 from vllm_tiered_offload.tiers.fs.namespace import Namespace
 from vllm_tiered_offload.tiers.fs.owner import Owner, host_token
 
-pytestmark = pytest.mark.fast
-
 [KEY, OTHER] = keys_of("fuzz", 2)
 SPACE, ELSEWHERE = (bytes.fromhex(fingerprint(model=name).digest) for name in ("a", "b"))
 PAYLOAD = bytes(range(256)) * 4

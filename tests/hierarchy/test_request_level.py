@@ -15,8 +15,6 @@ from vllm_tiered_offload.testing.fakes.seams import ManualClock
 from vllm_tiered_offload.tiers.cpu.tier import CpuTier, CpuTierSettings
 from vllm_tiered_offload.tiers.guard import GuardLimits, TierGuard
 
-pytestmark = pytest.mark.fast
-
 A, B = ReqContext("a"), ReqContext("b")
 
 

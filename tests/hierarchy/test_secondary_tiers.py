@@ -16,8 +16,6 @@ from vllm_tiered_offload.testing.fakes.seams import ManualClock
 from vllm_tiered_offload.tiers.cpu.tier import CpuTier, CpuTierSettings
 from vllm_tiered_offload.tiers.guard import GuardLimits, TierGuard
 
-pytestmark = pytest.mark.fast
-
 HIT, MISS, PENDING, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.RETRY
 FINGERPRINT = Fingerprint.of(dict.fromkeys(FIELDS, 1))
 A, B = ReqContext("a"), ReqContext("b")

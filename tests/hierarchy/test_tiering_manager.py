@@ -17,8 +17,6 @@ from vllm_tiered_offload.settings import Settings, SettingsError
 from vllm_tiered_offload.tiers.cpu.tier import CpuTier, CpuTierSettings
 from vllm_tiered_offload.tiers.errors import ContractError
 
-pytestmark = pytest.mark.fast
-
 KEYS = [OffloadKey(b"key%d" % i) for i in range(6)]
 R = ReqContext("r")
 

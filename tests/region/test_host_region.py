@@ -19,8 +19,6 @@ from vllm_tiered_offload.region import (
     host_region,
 )
 
-pytestmark = pytest.mark.fast
-
 GeometryOf = Callable[[int], RegionGeometry]
 
 

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from vllm_tiered_offload.region import CapacityError, MemoryBudget, check_capacity, fit_geometry, read_memory_budget
 
-pytestmark = pytest.mark.fast
-
 GIB = 1 << 30
 
 

@@ -55,7 +55,6 @@ def plenty() -> MemoryBudget:
     return MemoryBudget(ram_available=1 << 40)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("code", [None, errno.EINVAL, errno.EIO, errno.ENOSYS, errno.EPERM])
 def test_every_page_gets_memory_and_no_byte_changes(memfd: Memfd, code: int | None) -> None:
     """Case 49. Leaving out the fallback leaves `allocated` at the one page that was written before."""
@@ -70,7 +69,6 @@ def test_every_page_gets_memory_and_no_byte_changes(memfd: Memfd, code: int | No
         assert advise.calls == 1, "a kernel that refused once is not asked again"
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("code", [errno.EFAULT, errno.ENOMEM, errno.ENOSPC])
 def test_out_of_memory_is_said_clearly(memfd: Memfd, code: int) -> None:
     """Case 49: EFAULT means not enough memory; the text says how far it came and which setting to lower."""
@@ -83,7 +81,6 @@ def test_out_of_memory_is_said_clearly(memfd: Memfd, code: int) -> None:
     assert "\n" not in text
 
 
-@pytest.mark.fast
 def test_a_defect_page_is_not_read(memfd: Memfd) -> None:
     """EHWPOISON: the fallback would touch the page and die of SIGBUS."""
     with pytest.raises(RegionMemoryError, match="defect memory page"):
@@ -91,7 +88,6 @@ def test_a_defect_page_is_not_read(memfd: Memfd) -> None:
     assert memfd.allocated() == 0
 
 
-@pytest.mark.fast
 def test_memory_that_somebody_else_took_is_noticed_between_pieces(memfd: Memfd) -> None:
     """Two engines that start at once: both passed the check at start, one of them stops before the kernel kills."""
     budgets = iter([plenty(), plenty(), MemoryBudget(cgroup_available=PIECE - 1, cgroup_limit=PIECE)])
@@ -100,7 +96,6 @@ def test_memory_that_somebody_else_took_is_noticed_between_pieces(memfd: Memfd) 
     assert memfd.allocated() == 2 * PIECE
 
 
-@pytest.mark.fast
 def test_a_failed_population_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, geometry_of: Callable[[int], RegionGeometry]
 ) -> None:

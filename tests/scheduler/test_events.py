@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from vllm_tiered_offload.contract.fingerprint import FIELDS, Fingerprint
 from vllm_tiered_offload.contract.geometry import RegionGeometry
 from vllm_tiered_offload.contract.jobs import LookupResult, ReqContext
@@ -21,8 +19,6 @@ from vllm_tiered_offload.tiers.fs.tier import FsTier
 from vllm_tiered_offload.tiers.guard import TierGuard
 
 from .harness import BLOCK, Half
-
-pytestmark = pytest.mark.fast
 
 
 def describe(request: Any, chunk: int) -> ChunkPayload:

@@ -1,6 +1,5 @@
 """The pure planners of the scheduler half."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,8 +18,6 @@ from vllm_tiered_offload.scheduler.store_planner import (
     storable_chunks,
     written_at_finish,
 )
-
-pytestmark = pytest.mark.fast
 
 HIT, MISS, PENDING, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.RETRY
 

@@ -11,8 +11,6 @@ from vllm_tiered_offload.scheduler.scheduler import Role
 
 from .harness import BLOCK, Half
 
-pytestmark = pytest.mark.fast
-
 
 def stored_and_resident(half: Half, req_id: str, num_tokens: int, ranks: int = 1) -> None:
     """A request that computed and stored everything, and is gone."""

@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.tiers.cpu.policies.base import EvictionPolicy
 
@@ -18,7 +16,6 @@ def nobody(_: OffloadKey) -> bool:
     return False
 
 
-@pytest.mark.fast
 class EvictionPolicyContract:
     """Subclass it and say how to make the policy."""
 

@@ -14,7 +14,7 @@ from vllm_tiered_offload.tiers.errors import ContractError
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 
-pytestmark = [pytest.mark.fast, pytest.mark.parametrize("policy", ["lru", "arc"])]
+pytestmark = pytest.mark.parametrize("policy", ["lru", "arc"])
 
 
 @pytest.fixture

@@ -270,11 +270,9 @@ for machine in (TierModel, ArcModel):
     )
 
 
-@pytest.mark.fast
 class TestLruModel(TierModel.TestCase):
     pass
 
 
-@pytest.mark.fast
 class TestArcModel(ArcModel.TestCase):
     pass

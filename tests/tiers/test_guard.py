@@ -14,8 +14,6 @@ from vllm_tiered_offload.testing.fakes.memory_tier import MemoryTier
 from vllm_tiered_offload.testing.fakes.seams import ManualClock
 from vllm_tiered_offload.tiers.guard import Breaker, GuardLimits, TierGuard
 
-pytestmark = pytest.mark.fast
-
 REQ = ReqContext("r")
 KEYS = tuple(OffloadKey(b"k%d" % index) for index in range(4))
 

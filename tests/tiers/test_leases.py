@@ -7,8 +7,6 @@ from tier_kit import assert_idle, begin, fill, keys_of, make_tier
 
 from vllm_tiered_offload.contract.jobs import LookupResult
 
-pytestmark = pytest.mark.fast
-
 
 def test_a_leased_row_is_not_evicted_and_returns_to_its_place():
     """Mutation: without `is_held(row)` in _make_room a leased key is a miss afterwards."""

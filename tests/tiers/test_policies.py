@@ -20,7 +20,6 @@ class TestArc(EvictionPolicyContract):
         return ArcPolicy(capacity)
 
 
-@pytest.mark.fast
 class TestArcAlone:
     def test_a_scan_does_not_flush_what_was_used_twice(self):
         policy, hot = ArcPolicy(8), keys_of("hot", 4)
@@ -87,7 +86,6 @@ class TestArcAlone:
             assert 0 <= policy._target <= capacity
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("seed", range(8))
 def test_recency_order_is_the_sorted_order_of_ranks(seed):
     """Every victim is the unpinned key of lowest rank, through any mix of pins, shared prefixes and late appends.

@@ -20,8 +20,6 @@ from vllm_tiered_offload.tiers.registry import (
     load_secondary_tier,
 )
 
-pytestmark = pytest.mark.fast
-
 
 def one_line(error) -> str:
     text = str(error.value)

@@ -14,8 +14,6 @@ import pytest
 
 from vllm_tiered_offload.telemetry.metrics import METRICS
 
-pytestmark = pytest.mark.fast
-
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 METRICS_MD = DOCS / "metrics.md"
 BEGIN, END = "<!-- metrics:begin -->\n", "<!-- metrics:end -->"

@@ -39,7 +39,6 @@ def told(announcements: list[Announcement]) -> list[tuple[str, str, list[bytes]]
     return [(a.medium, "+" if a.stored else "-", [p.block_hashes[-1] for p in a.payloads]) for a in announcements]
 
 
-@pytest.mark.fast
 def test_a_store_is_announced_with_its_payload_and_forgotten_with_its_removal() -> None:
     book = ledger()
     book.hold("r", enumerate(K[:2]))
@@ -52,7 +51,6 @@ def test_a_store_is_announced_with_its_payload_and_forgotten_with_its_removal() 
     assert len(book) == 0
 
 
-@pytest.mark.fast
 def test_case_54_one_batch_evicts_from_host_memory_and_stores_on_disk() -> None:
     """Mutation: dropping the entry in `_removed` instead of at the batch's end loses the disk's event."""
     book = ledger()
@@ -69,7 +67,6 @@ def test_case_54_one_batch_evicts_from_host_memory_and_stores_on_disk() -> None:
     assert len(book) == 0
 
 
-@pytest.mark.fast
 def test_a_store_that_failed_leaves_nothing() -> None:
     book = ledger()
     book.hold("r", [(0, K[0])])
@@ -78,7 +75,6 @@ def test_a_store_that_failed_leaves_nothing() -> None:
     assert len(book) == 0
 
 
-@pytest.mark.fast
 def test_two_holders_of_one_chunk() -> None:
     book = ledger()
     book.hold("r", [(0, K[0])])
@@ -91,7 +87,6 @@ def test_two_holders_of_one_chunk() -> None:
     assert len(book) == 0
 
 
-@pytest.mark.fast
 def test_what_nobody_knows_is_left_out_with_its_removal() -> None:
     """Consumers count, so a removal without a store must not come."""
     book = ledger()
@@ -103,7 +98,6 @@ def test_what_nobody_knows_is_left_out_with_its_removal() -> None:
     assert book.announce([removed(K[1]), removed(K[1], medium="fs")]) == []
 
 
-@pytest.mark.fast
 def test_two_tiers_of_one_medium_are_two_copies() -> None:
     book = ledger(fs=2)
     book.hold("r", [(0, K[0])])
@@ -115,7 +109,6 @@ def test_two_tiers_of_one_medium_are_two_copies() -> None:
     assert len(book) == 0
 
 
-@pytest.mark.fast
 def test_a_payload_that_cannot_be_read_costs_its_events_only(caplog: pytest.LogCaptureFixture) -> None:
     book = ledger()
     book.hold("broken", enumerate(K[:2]))
@@ -130,7 +123,6 @@ steps = st.lists(
 )
 
 
-@pytest.mark.fast
 @given(steps)
 def test_consumers_can_count(moves: list[tuple[str, OffloadKey]]) -> None:
     """Whatever tiers say: never a removal before its store, and in the end nothing is kept without a reason."""

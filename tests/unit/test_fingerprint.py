@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from vllm_tiered_offload.contract.fingerprint import FIELDS, FieldDifference, Fingerprint
 
-pytestmark = pytest.mark.fast
-
 VALUES: dict[str, object] = dict.fromkeys(FIELDS) | {
     "model": "tiny",
     "revision": "A",

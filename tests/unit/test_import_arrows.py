@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from import_rules import PACKAGE, modules_of, violations
 
-pytestmark = pytest.mark.fast
-
 
 def package_directory() -> Path:
     spec = importlib.util.find_spec(PACKAGE)

@@ -9,8 +9,6 @@ import pytest
 from vllm_tiered_offload.connector.intree_config import IN_TREE_KEYS, OWN_KEYS, translate
 from vllm_tiered_offload.settings import Settings, SettingsError
 
-pytestmark = pytest.mark.fast
-
 BLOCK = 32
 MIGRATING = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
 

@@ -74,7 +74,6 @@ def test_package_is_typed() -> None:
     assert Path(spec.origin).with_name("py.typed").is_file()
 
 
-@pytest.mark.fast
 def test_entry_point_module_imports_nothing() -> None:
     """vLLM loads it in every process, also where nobody asked for a connector."""
     assert run_python(PLUGIN_IMPORTS_NOTHING) == PACKAGE

@@ -20,8 +20,6 @@ from vllm_tiered_offload.settings import (
     validate_block,
 )
 
-pytestmark = pytest.mark.fast
-
 GOOD = {"cpu": {"capacity": "8GiB"}}
 
 json_values = st.recursive(

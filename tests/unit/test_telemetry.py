@@ -10,8 +10,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from vllm_tiered_offload.telemetry import METRICS, OffloadStats, PrometheusMetrics, metric_key, parse_key
 
-pytestmark = pytest.mark.fast
-
 HIT = metric_key("block_lookups_total", tier="cpu", result="hit")
 MISS = metric_key("block_lookups_total", tier="cpu", result="miss")
 

@@ -13,8 +13,6 @@ from vllm_tiered_offload.worker.copy_engines.base import Direction
 from vllm_tiered_offload.worker.layout import build_group_layout
 from vllm_tiered_offload.worker.worker import OffloadingConnectorWorker
 
-pytestmark = pytest.mark.fast
-
 BLOCKS, ROWS, CHUNK = 8, 4, 2
 
 

@@ -12,8 +12,6 @@ from vllm_tiered_offload.worker.copy_engines.host_copy import HostGroupCopier
 from vllm_tiered_offload.worker.copy_plan import PlanBounds, plan_job, plan_transfer
 from vllm_tiered_offload.worker.layout import build_group_layout
 
-pytestmark = pytest.mark.fast
-
 BOUNDS = PlanBounds(blocks_per_chunk=4, num_rows=10, num_blocks={0: 100, 1: 50})
 
 

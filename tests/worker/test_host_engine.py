@@ -56,7 +56,6 @@ def ids(results: list[CopyResult]) -> list[int]:
     return [result.job_id for result in results]
 
 
-@pytest.mark.fast
 def test_bytes_arrive_and_each_job_ends_once() -> None:
     """A store, then a load of it elsewhere; a job without blocks ends too."""
     rig = Rig()
@@ -76,7 +75,6 @@ def test_bytes_arrive_and_each_job_ends_once() -> None:
     assert rig.engine.wait(0)
 
 
-@pytest.mark.fast
 @pytest.mark.usefixtures("one_block_slices")
 def test_a_load_overtakes_queued_and_running_stores() -> None:
     """One slice of the long store has been copied when a load arrives: the load is next, the store goes on after it."""
@@ -93,7 +91,6 @@ def test_a_load_overtakes_queued_and_running_stores() -> None:
     assert ids(rig.engine.poll()) == [1, 2]
 
 
-@pytest.mark.fast
 @pytest.mark.usefixtures("one_block_slices")
 def test_a_failed_slice_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 42: the job ends once, with the first error, and drops its other slices; its neighbours are untouched."""
@@ -118,7 +115,6 @@ def test_a_failed_slice_fails_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert rig.engine.wait(0)
 
 
-@pytest.mark.fast
 def test_submit_that_raises_leaves_nothing() -> None:
     """Case 42: an executor that takes no task, an unknown group: submit raises, and the job is in no poll."""
     rig = Rig()
@@ -135,7 +131,6 @@ def test_submit_that_raises_leaves_nothing() -> None:
     assert rig.engine.poll() == []
 
 
-@pytest.mark.fast
 def test_copies_wait_for_their_event() -> None:
     """Case 30 on the host engine: the copy starts after the event it was given. Copying first makes this fail."""
     rig = Rig()
@@ -152,7 +147,6 @@ def test_copies_wait_for_their_event() -> None:
     assert (rig.row(0)[0, 0] == -1.0).all()
 
 
-@pytest.mark.fast
 @pytest.mark.usefixtures("one_block_slices")
 def test_shutdown_ends_queued_jobs_and_waits_for_no_one() -> None:
     """A job half done and one not begun end as failed, exactly once; nothing is submitted afterwards."""
@@ -193,7 +187,6 @@ def test_shutdown_is_bounded_while_a_copy_hangs(monkeypatch: pytest.MonkeyPatch)
     assert [(r.job_id, r.error) for r in rig.engine.poll()] == [(1, None)]
 
 
-@pytest.mark.fast
 @pytest.mark.usefixtures("one_block_slices")
 def test_a_job_ends_with_its_last_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads copy the two slices of a job; the later slice ends first: no result yet, then exactly one."""
@@ -239,7 +232,6 @@ def test_threads_lose_and_double_nothing(threads: int) -> None:
     assert rig.engine.shutdown(5)
 
 
-@pytest.mark.fast
 def test_seconds_are_copy_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time in the queue does not count, or a bandwidth computed from it is wrong."""
     rig = Rig()
@@ -257,7 +249,6 @@ def test_seconds_are_copy_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rig.engine.poll()[0].seconds == 2
 
 
-@pytest.mark.fast
 def test_large_rows_are_copied_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one-pass path: calls end at row borders, bytes are the same."""
     monkeypatch.setattr(host_copy, "WHOLE_ROW_BYTES", 1)
@@ -272,7 +263,6 @@ def test_large_rows_are_copied_row_by_row(monkeypatch: pytest.MonkeyPatch) -> No
     np.testing.assert_array_equal(rig.row(1)[0, 1], rig.kv[1][2].numpy())
 
 
-@pytest.mark.fast
 def test_blocks_of_a_row_in_any_order() -> None:
     """The one-pass path is taken only for blocks that follow each other in the row."""
     rig = Rig()
@@ -282,7 +272,6 @@ def test_blocks_of_a_row_in_any_order() -> None:
     np.testing.assert_array_equal(rig.row(4)[:, 0, 0], rig.kv[0][[9, 3], 0].numpy())
 
 
-@pytest.mark.fast
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity masks here")
 def test_copy_threads_leave_the_core_of_the_model_thread() -> None:
     """vLLM's CPU backend has bound the thread that makes the engine to one core: copy threads may use the others."""
@@ -306,7 +295,6 @@ def test_copy_threads_leave_the_core_of_the_model_thread() -> None:
     assert masks == [os.sched_getaffinity(os.getppid()) | {min(allowed)}]
 
 
-@pytest.mark.fast
 def test_factory_and_bad_settings() -> None:
     """The factory the connector uses; an error text names the setting."""
     rig = Rig()

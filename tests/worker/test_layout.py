@@ -11,8 +11,6 @@ from vllm_tiered_offload.worker.copy_engines.host_copy import HostGroupCopier
 from vllm_tiered_offload.worker.copy_plan import CopyPlan
 from vllm_tiered_offload.worker.layout import LayoutError, build_group_layout
 
-pytestmark = pytest.mark.fast
-
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.uint8]
 SENTINEL = 0xA5
 

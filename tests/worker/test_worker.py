@@ -20,8 +20,6 @@ from vllm_tiered_offload.worker.copy_engines.base import CopyResult, Direction
 from vllm_tiered_offload.worker.layout import build_group_layout
 from vllm_tiered_offload.worker.worker import OffloadingConnectorWorker
 
-pytestmark = pytest.mark.fast
-
 CHUNK, BLOCKS, ROWS = 2, 16, 8
 
 

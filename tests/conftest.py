@@ -1,0 +1,34 @@
+"""Which tests are `fast`, decided in this one place, and how hypothesis looks for failures under a mutant."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, settings
+
+HERE = Path(__file__).parent
+
+# All tests but these: real engines, fresh processes by the dozen, suites that run whole suites, the mutants' own.
+NOT_FAST = (
+    "e2e/",
+    "mutants/",
+    "conformance/test_example.py",
+    "conformance/test_suite_can_fail.py",
+    "fs/test_crash.py",
+    "fs/test_fs_processes.py::test_killed_at_any_moment",
+    "fs/test_fs_processes.py::test_two_engines",
+    "fs/test_namespace_identity.py",
+    "unit/test_packaging.py::test_registering_twice_is_no_error",
+)
+
+# A mutant is found by the same examples in every run, few of them, and its failure need not be made small.
+settings.register_profile(
+    "mutants", max_examples=30, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`pytest -m fast` takes less than a minute: it is what one runs after each change, and against each mutant."""
+    for item in items:
+        test = item.nodeid.removeprefix(f"{HERE.name}/")
+        if HERE in item.path.parents and not test.startswith(NOT_FAST) and item.get_closest_marker("slow") is None:
+            item.add_marker(pytest.mark.fast)
