@@ -167,6 +167,18 @@ def test_a_tier_behind_hears_of_the_end_after_the_last_cascade() -> None:
     h.assert_empty()
 
 
+def test_what_the_last_store_brought_is_cascaded_before_the_end() -> None:
+    """L4. Mutation: finalising as soon as the last store is counted down cascades nothing."""
+    h = Hierarchy()
+    h.manager.on_new_request(A)
+    last = h.manager.prepare_store(keys(1), A)
+    h.manager.on_request_finished(A)
+    h.manager.complete_store(last)
+    assert [name for name, _ in h.tier.calls][-2:] == ["submit_store", "on_request_finished"]
+    h.tier.run_jobs()
+    h.assert_empty()
+
+
 def test_finish_with_a_promotion_on_its_way() -> None:
     """Case 11: lookup starts a promotion and the request finishes in the same step: nothing is submitted after."""
     h = Hierarchy()

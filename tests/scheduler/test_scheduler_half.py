@@ -444,6 +444,22 @@ def test_streaming_session_whose_hashes_shrink() -> None:
     assert len(half.manager.resident - old) == 1  # chunk 1 of the old session counts as offered; chunk 2 is new
 
 
+def test_a_session_that_went_another_way_does_not_find_its_old_chunks() -> None:
+    """D5: the list of hashes is long enough again, but others stand in it now.
+
+    Mutation: keeping a chunk's key while there are hashes for it answers (8, True), with the old session's KV.
+    """
+    half = Half()
+    request = half.add("a", 8)
+    half.ack(half.start(request, 8))
+    del request.tokens[4:], request.block_hashes[1:]
+    request.tokens += [7, 7, 7, 7, 7]
+    request.hash_blocks()
+    half.preempt(request)
+    half.step()
+    assert half.ask(request) == (4, True)
+
+
 def test_skip_reading_prefix_cache_is_answered_without_a_lookup() -> None:
     half = Half()
     stored_and_resident(half, "warm", 9)
