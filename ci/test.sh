@@ -21,30 +21,7 @@ for option in "$@"; do
     esac
 done
 
-# The heavy half of the environment is kept until the list of dependencies changes; the wheel is always new.
-install_everything() {
-    local wanted wheels=build/wheel
-    wanted=$(cksum pyproject.toml ci/env.sh)
-    make_venv "$VENV"
-    say "building the wheel"
-    build_wheel "$VENV" "$wheels"
-    if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$wanted" ]; then
-        say "installing vLLM's CPU build and the test tools (the first time this takes minutes)"
-        pip_install "$VENV" "$(echo "$wheels"/*.whl)[cpu,test,dev]"
-        drop_broken_torch_extras "$VENV"
-        install_test_model "$VENV"
-        echo "$wanted" >"$VENV/.installed"
-    fi
-    pip_install "$VENV" --no-deps --force-reinstall "$wheels"/*.whl
-    export VTO_EXPECT_INSTALLED=1
-}
-
-if [ -z "${VENV:-}" ]; then
-    VENV=$REPOSITORY/.venv-test
-    install_everything
-fi
-VENV=$(cd "$VENV" && pwd)
-PATH=$VENV/bin:$PATH
+use_test_venv
 
 # Tests run from an empty directory: neither pytest nor a `python -m` that a test starts then finds the package in the
 # current directory. pytest itself puts only directories below tests/ on the path, since tests/ is no package.
