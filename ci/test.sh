@@ -37,6 +37,8 @@ say "mypy"
 "$VENV/bin/mypy" vllm_tiered_offload
 say "unit and simulator tests"
 run_tests -m "not e2e $SLOW" "$REPOSITORY/tests"
+say "mutants, against the tests that they name"
+bash ci/mutants.sh --named-only
 if [ "$END_TO_END" = yes ]; then
     say "end-to-end tests on vllm serve"
     run_tests -m "e2e $SLOW" "$REPOSITORY/tests/e2e"

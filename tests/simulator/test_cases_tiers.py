@@ -1,6 +1,6 @@
 """Cases from the field with tiers behind the CPU tier: numbers 11, 14, 25, 27 and 29. Every checker watches each.
 
-The checkers are shown to fail in test_mutants.py; an assertion here says what a case is about beyond that.
+The checkers are shown to fail by tests/mutants; an assertion here says what a case is about beyond that.
 """
 
 from collections.abc import Callable
