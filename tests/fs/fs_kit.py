@@ -118,8 +118,8 @@ def _intercepted(operation: str) -> Callable[..., object]:
 
 
 OPERATIONS = [
-    "open", "close", "size", "mode", "chmod", "preadv", "pwritev", "fdatasync", "rename", "unlink", "stat_size",
-    "mkdir", "rmdir", "scandir",
+    "open", "close", "size", "info", "chmod", "preadv", "pwritev", "fdatasync", "rename", "unlink", "mkdir", "rmdir",
+    "listdir", "scandir", "free_bytes",
 ]  # fmt: skip
 for _operation in OPERATIONS:
     setattr(FaultyFiles, _operation, _intercepted(_operation))

@@ -8,6 +8,7 @@ from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.tiers import block_frame
 from vllm_tiered_offload.tiers.block_frame import (
     HEADER_BYTES,
+    MAGIC,
     MAX_KEY_BYTES,
     Checksum,
     FrameError,
@@ -76,8 +77,10 @@ def test_every_flipped_bit_of_the_header_is_found(algorithm: Checksum) -> None:
         for bit in range(8):
             damaged = bytearray(header)
             damaged[position] ^= 1 << bit
-            with pytest.raises(FrameError):
+            with pytest.raises(FrameError) as caught:
                 decode_header(damaged)
+            # Never "unsupported", which would leave the file there for ever.
+            assert caught.value.kind is (FrameFault.FOREIGN if position < len(MAGIC) else FrameFault.CORRUPT)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -95,6 +98,7 @@ def test_faults_are_told_apart() -> None:
     header = encode_header(KEY, PAYLOAD, SPACE)
     newer, unknown = bytearray(header), bytearray(header)
     newer[8], unknown[10] = 9, 77
+    newer, unknown[-16:] = reseal(newer), bytes(16)
     cases = [
         (header[:-1], FrameFault.SHORT),
         (b"", FrameFault.SHORT),

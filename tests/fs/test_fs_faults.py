@@ -65,7 +65,7 @@ def test_case_7_a_short_file_costs_its_block_alone(tmp_path: Path, size: int, on
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
-@pytest.mark.parametrize("operation", ["open", "preadv", "size"])
+@pytest.mark.parametrize("operation", ["open", "preadv", "info"])
 def test_case_7_trouble_of_the_machine_never_costs_a_file(tmp_path: Path, number: int, operation: str) -> None:
     bench = filled(tmp_path)
     bench.files.fail(operation, number)
@@ -89,6 +89,10 @@ def test_case_39_a_flipped_bit_is_never_served(tmp_path: Path, position: int) ->
     path.write_bytes(data)
     assert bench.load(FOUR).successful_keys == (FOUR[0], FOUR[2], FOUR[3])
     assert bench.lookup(FOUR) == [HIT, MISS, HIT, HIT]
+    assert not path.exists()
+    bench.fill(FOUR)
+    assert bench.store(FOUR).success
+    assert bench.load(FOUR).success, "repaired"
     bench.assert_idle()
 
 
@@ -210,8 +214,6 @@ def test_parts_of_reads_and_writes_are_continued(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "kind", "pauses"),
     [
-        (errno.ENOSPC, "no_space", True),
-        (errno.EDQUOT, "no_space", True),
         (errno.EROFS, "not_allowed", True),
         (errno.EACCES, "not_allowed", True),
         (errno.EIO, "io", False),
@@ -235,6 +237,58 @@ def test_a_store_that_fails_leaves_nothing_and_loads_go_on(
     assert bench.store(more).success, "stores come back by themselves"
     assert bench.lookup(more) == [HIT] * 3
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == pauses
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("operation", ["open", "pwritev", "rename", "chmod"])
+def test_a_device_that_is_full_before_the_capacity(
+    tmp_path: Path, operation: str, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """First as much goes as comes, then, if that does not help, stores pause; loads go on all the time.
+
+    Mutations: no ceiling makes the first store fail for ever; a ceiling that is never taken away the last one.
+    """
+    bench = filled(tmp_path, capacity=100 * FRAME)
+    more, others = keys_of("more", 2), keys_of("others", 2)
+    match = "" if operation in ("pwritev", "chmod") else "/.tmp-"
+    bench.files.fail(operation, number, match=match)
+    assert bench.store(more).successful_keys == ()
+    assert not temporaries(tmp_path)
+    assert bench.stat("fs_stores_paused") == 0
+    bench.files.fail(operation, number, times=0)
+    assert bench.store(more).success, "two of the old ones went"
+    assert bench.stat("evictions_total|tier=fs") == 2
+    assert len(chunk_files(tmp_path)) == 4
+    bench.files.fail(operation, number, match=match)
+    assert bench.store(others).successful_keys == ()
+    assert bench.stat("fs_stores_paused") == 1, "what was evicted did not help"
+    bench.files.rules.clear()
+    assert bench.load([key for key in (*FOUR, *more) if bench.path(key).exists()]).success
+    assert bench.store(others).successful_keys == ()
+    assert bench.failures("store") == {"no_space": 4, "paused": 2}
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+    bench.clock.now += 61
+    assert bench.store([*others, *keys_of("new", 4)]).success, "the device may have room again"
+    assert bench.stat("tier_bytes_used|tier=fs") == len(chunk_files(tmp_path)) * FRAME == 8 * FRAME
+    bench.assert_idle()
+
+
+def test_room_is_left_on_the_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Mutation: without the look at what is free all five are stored."""
+    files = FaultyFiles()
+    free = [3 * FRAME + 1000]
+    files.free_bytes = lambda _: free[0] - len(chunk_files(tmp_path)) * FRAME  # type: ignore[method-assign]
+    bench = Bench(tmp_path, files=files, min_free=1000)
+    keys = keys_of("a", 5)
+    assert bench.store(keys).successful_keys == tuple(keys[:3])
+    assert bench.failures("store") == {"no_space": 2}
+    assert "min_free" in caplog.text
+    assert bench.store(keys_of("b", 2)).success, "something went for it"
+    assert len(chunk_files(tmp_path)) == 3
+    free[0] = 0  # others filled the device
+    assert not bench.store(keys_of("c", 1)).success
+    assert bench.load([key for key in keys if bench.path(key).exists()]).success
     bench.assert_idle()
 
 
@@ -308,7 +362,7 @@ def test_victims_that_cannot_be_unlinked_keep_their_bytes(tmp_path: Path) -> Non
 def test_a_scan_that_fails_is_made_again(tmp_path: Path) -> None:
     filled(tmp_path)
     files = FaultyFiles()
-    files.fail("scandir", errno.EIO)
+    files.fail("listdir", errno.EIO)
     bench = Bench(tmp_path, files=files, capacity=8 * FRAME)
     assert bench.lookup(FOUR) == [HIT] * 4, "each is looked for instead"
     assert not bench.store(keys_of("more", 1)).success

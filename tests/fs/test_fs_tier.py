@@ -32,7 +32,6 @@ from vllm_tiered_offload.contract.jobs import JobMetadata, LookupResult
 from vllm_tiered_offload.settings import SettingsError
 from vllm_tiered_offload.tiers.fs.files import Files
 from vllm_tiered_offload.tiers.fs.lanes import Lane
-from vllm_tiered_offload.tiers.fs.messages import Found
 from vllm_tiered_offload.tiers.fs.owner import host_token
 from vllm_tiered_offload.tiers.fs.tier import FsTier
 
@@ -95,7 +94,7 @@ def test_what_is_known_of_one_key_never_stands_for_another(tmp_path: Path) -> No
     """
     asking, writing = HandLane(), HandLane()
     bench = Bench(tmp_path, lanes=inline_lanes(lookup=asking, write=writing), capacity=2 * FRAME)
-    bench.clock.now += 60
+    bench.clock.now += 30
     there, coming, nowhere, asked, new, going = keys_of("a", 6)
     bench.submit([there, going], load=False)
     writing.run_all()
@@ -128,6 +127,7 @@ def test_what_a_scan_finds_is_taken_in_by_small_steps(tmp_path: Path, monkeypatc
     keys = keys_of("a", 8)
     Bench(tmp_path).store(keys)
     monkeypatch.setattr("vllm_tiered_offload.tiers.fs.tier.SCANNED_FILES_A_PASS", 1)
+    monkeypatch.setattr("vllm_tiered_offload.tiers.fs.scan.FILES_A_PART", 1)
     bench = Bench(tmp_path)
     assert bench.stat("tier_chunks|tier=fs") < 8
     assert bench.lookup(keys) == [HIT] * 8
@@ -606,13 +606,16 @@ def test_a_scan_does_not_bring_back_what_a_load_took_away(tmp_path: Path) -> Non
     first.store(keys)
     damaged = first.path(keys[0])
     damaged.write_bytes(b"\0" * FRAME)
-    second = Bench(tmp_path)
+    background = HandLane()
+    second = Bench(tmp_path, lanes=inline_lanes(background=background))
+    background.run_all()
     assert second.load(keys).successful_keys == (keys[1],)
-    second.tier._inbox.put(Found(0, [(keys[0], FRAME), (keys[1], FRAME)]))
     second.tier.on_schedule_end()
+    assert second.tier.lookup(keys, REQ) == [MISS, HIT]
     assert second.store(keys).success
     assert damaged.stat().st_size == FRAME
     assert second.load(keys).success
+    second.assert_idle()
 
 
 def test_a_root_that_cannot_be_written_is_said_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

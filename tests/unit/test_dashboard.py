@@ -33,6 +33,8 @@ ENGINE_LABELS = {"model_name", "engine"}
 
 LEFT_OUT = {
     "declined_chunks_total",  # the same moments as declined_stores_total, counted in chunks
+    "fs_elsewhere_bytes",  # a part of tier_bytes_used
+    "fs_skipped_stores_total",  # what a setting asked for
     "fs_already_stored_total",  # neither good nor bad: another engine was faster
 }
 

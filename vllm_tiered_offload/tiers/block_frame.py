@@ -43,6 +43,8 @@ CHECKSUM_BYTES = 16
 FINGERPRINT_BYTES = 32
 
 _FIELDS = struct.Struct("<8sHHIIIQ32s16s")
+_ALGORITHM = struct.Struct("<H")
+_ALGORITHM_OFFSET = 10
 _CHECKED = HEADER_BYTES - CHECKSUM_BYTES
 MAX_KEY_BYTES = _CHECKED - _FIELDS.size
 
@@ -111,11 +113,12 @@ def decode_header(data: Buffer) -> FrameHeader:
     )
     if magic != MAGIC:
         raise FrameError(FrameFault.FOREIGN, "no frame: the magic bytes are missing")
-    if version != VERSION:
-        raise FrameError(FrameFault.UNSUPPORTED, f"frame of version {version}, this is version {VERSION}")
-    algorithm = _available(number)
+    algorithm = _available(number, data)
     if _CHECKSUMS[algorithm](data[:_CHECKED]) != data[_CHECKED:HEADER_BYTES]:
         raise FrameError(FrameFault.CORRUPT, "the header does not match its checksum")
+    # Not earlier: a damaged number is no other version, and has to be found out as the damage that it is.
+    if version != VERSION:
+        raise FrameError(FrameFault.UNSUPPORTED, f"frame of version {version}, this is version {VERSION}")
     if flags or header_bytes != HEADER_BYTES or key_bytes > MAX_KEY_BYTES:
         raise FrameError(FrameFault.UNSUPPORTED, f"flags {flags:#x}, header {header_bytes}, key {key_bytes} bytes")
     key = OffloadKey(bytes(data[_FIELDS.size : _FIELDS.size + key_bytes]))
@@ -142,14 +145,17 @@ def verify(header: FrameHeader, payload: Buffer) -> None:
         raise FrameError(FrameFault.CORRUPT, "the payload does not match its checksum")
 
 
-def _available(number: int) -> Checksum:
-    try:
-        algorithm = Checksum(number)
-    except ValueError:
-        algorithm = None
-    if algorithm not in _CHECKSUMS:
-        raise FrameError(FrameFault.UNSUPPORTED, f"checksum algorithm {number} is not available here")
-    return algorithm
+def _available(number: int, header: memoryview) -> Checksum:
+    """The algorithm of that number. Raises FrameError when there is none here, or the number is damaged."""
+    for algorithm in _CHECKSUMS:
+        if algorithm.value == number:
+            return algorithm
+    for algorithm, checksum in _CHECKSUMS.items():
+        repaired = bytearray(header[:_CHECKED])
+        _ALGORITHM.pack_into(repaired, _ALGORITHM_OFFSET, algorithm.value)
+        if checksum(repaired) == header[_CHECKED:HEADER_BYTES]:
+            raise FrameError(FrameFault.CORRUPT, "the number of the checksum algorithm is damaged")
+    raise FrameError(FrameFault.UNSUPPORTED, f"checksum algorithm {number} is not available here")
 
 
 def _preferred(size: int) -> Checksum:

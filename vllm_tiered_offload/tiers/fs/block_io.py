@@ -12,8 +12,8 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections import Counter
-from contextlib import suppress
 
 import numpy as np
 
@@ -28,11 +28,13 @@ from vllm_tiered_offload.tiers.block_frame import (
     expect,
     verify,
 )
-from vllm_tiered_offload.tiers.fs.files import Files, remove_file
+from vllm_tiered_offload.tiers.fs.faults import ExpiredError
+from vllm_tiered_offload.tiers.fs.files import FileInfo, Files, replace_file
 from vllm_tiered_offload.tiers.fs.namespace import FILE_MODE, Namespace
 
 logger = logging.getLogger(__name__)
 
+_SPACE_SECONDS = 1.0
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -66,21 +68,48 @@ class IoMode:
             logger.warning('fs tier: no direct I/O (%s): using the page cache; set "io": "buffered" to agree', detail)
 
 
+class FreeSpace:
+    """Leaves room on the device for others. Thread-safe; asks the filesystem once a second at most."""
+
+    def __init__(self, files: Files, min_free: int) -> None:
+        self._files = files
+        self._min_free = min_free
+        self._lock = threading.Lock()
+        self._free = 0
+        self._as_of = -_SPACE_SECONDS
+
+    def take(self, path: str, size: int) -> None:
+        """Raise OSError (ENOSPC) when that many bytes more would leave less than is to be left."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._as_of >= _SPACE_SECONDS or self._free - size < self._min_free:
+                self._free, self._as_of = self._files.free_bytes(path), now
+            if self._free - size < self._min_free:
+                raise OSError(errno.ENOSPC, f"less than {self._min_free} bytes (min_free) would be left on the device")
+            self._free -= size
+
+
 class BlockIo:
     """Reads and writes chunks. Thread-safe; blocks."""
 
-    def __init__(self, files: Files, mode: IoMode, *, sync_data: bool) -> None:
+    def __init__(
+        self, files: Files, mode: IoMode, *, sync_data: bool, ttl: float | None = None, space: FreeSpace | None = None
+    ) -> None:
         self.files = files
         self.mode = mode
         self._sync_data = sync_data
+        self.ttl = ttl  # seconds after which a file is not read any more
+        self._space = space  # that has to be left on the device
         self._local = threading.local()
 
     def write(self, namespace: Namespace, key: OffloadKey, row: memoryview) -> bool:
         """Store the row; False when an equally long file was there already. Raises OSError or NamespaceError."""
         path = namespace.file_path(key)
-        if self._is_there(path, HEADER_BYTES + row.nbytes):
+        if self.size(namespace, key) == HEADER_BYTES + row.nbytes:
             return False
         namespace.prepare_for_writing()
+        if self._space is not None:
+            self._space.take(namespace.path, HEADER_BYTES + row.nbytes)
         header = self._header_page()
         header[:] = encode_header(key, row, namespace.digest)
         if self._may_be_direct(row):
@@ -112,11 +141,16 @@ class BlockIo:
         expect(frame, key, namespace.digest, row.nbytes)
         verify(frame, row)
 
-    def _is_there(self, path: str, size: int) -> bool:
+    def size(self, namespace: Namespace, key: OffloadKey) -> int | None:
+        """Bytes of the chunk's file; None when there is none, or none that may still be read."""
         try:
-            return self.files.stat_size(path) == size
-        except FileNotFoundError:
-            return False
+            found = self.files.info(namespace.file_path(key))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return None if self._is_expired(found) else found.size
+
+    def _is_expired(self, found: FileInfo) -> bool:
+        return self.ttl is not None and time.time() - found.mtime > self.ttl
 
     def _may_be_direct(self, row: memoryview) -> bool:
         if not self.mode.direct:
@@ -134,8 +168,7 @@ class BlockIo:
         return page
 
     def _write_file(self, namespace: Namespace, path: str, buffers: list[memoryview], flags: int) -> None:
-        temporary = namespace.temporary_path(path)
-        try:
+        def make(temporary: str) -> None:
             fd = self._create(namespace, temporary, flags)
             try:
                 self._write_all(fd, buffers)
@@ -143,12 +176,8 @@ class BlockIo:
                     self.files.fdatasync(fd)
             finally:
                 self.files.close(fd)
-            self.files.rename(temporary, path)
-        except BaseException:
-            # Also when opening failed: a filesystem without O_DIRECT may make the file before it refuses.
-            with suppress(OSError):
-                remove_file(self.files, temporary)
-            raise
+
+        replace_file(self.files, path, namespace.temporary_path(path), make)
 
     def _create(self, namespace: Namespace, path: str, flags: int) -> int:
         flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -158,7 +187,9 @@ class BlockIo:
             namespace.make_directory_of(path)
             fd = self.files.open(path, flags, FILE_MODE)
         try:
-            if self.files.mode(fd) != FILE_MODE:  # the umask; a chmod that changes nothing still costs a journal entry
+            if (
+                self.files.info(fd).mode != FILE_MODE
+            ):  # the umask; a chmod that changes nothing still costs a journal entry
                 self.files.chmod(fd, FILE_MODE)
         except BaseException:
             self.files.close(fd)
@@ -176,10 +207,12 @@ class BlockIo:
     def _read_file(self, path: str, buffers: list[memoryview], flags: int) -> None:
         fd = self.files.open(path, os.O_RDONLY | flags)
         try:
-            total, size = sum(buffer.nbytes for buffer in buffers), self.files.size(fd)
-            if size != total:
-                kind = FrameFault.SHORT if size < total else FrameFault.FOREIGN
-                raise FrameError(kind, f"the file has {size} bytes instead of {total}")
+            total, found = sum(buffer.nbytes for buffer in buffers), self.files.info(fd)
+            if self._is_expired(found):
+                raise ExpiredError(f"written more than {self.ttl} s ago")
+            if found.size != total:
+                kind = FrameFault.SHORT if found.size < total else FrameFault.FOREIGN
+                raise FrameError(kind, f"the file has {found.size} bytes instead of {total}")
             self._read_all(fd, buffers, total)
         finally:
             self.files.close(fd)

@@ -50,6 +50,10 @@ class FsCounters:
         """Bad files were taken away."""
         self._values[_DISCARDED] += count
 
+    def skipped(self, reason: str, count: int = 1) -> None:
+        """Chunks were not worth a write."""
+        self._add(f"fs_skipped_stores_total|reason={reason}", count)
+
     def snapshot(self) -> dict[str, int | float]:
         """By flat key."""
         return self._values.copy()

@@ -14,6 +14,7 @@ class Fault(Enum):
     CORRUPT = "corrupt"
     FOREIGN = "foreign"
     UNSUPPORTED = "unsupported"
+    EXPIRED = "expired"  # older than the ttl
     NO_SPACE = "no_space"
     NOT_ALLOWED = "not_allowed"  # read-only, no permission
     IO = "io"
@@ -31,6 +32,11 @@ class Fault(Enum):
     def condemns_file(self) -> bool:
         """Whether the file itself is bad. Trouble of the machine never costs a file."""
         return self in _BAD_FILE
+
+    @property
+    def means_absent(self) -> bool:
+        """Whether there is nothing to be read under that name."""
+        return self in (Fault.GONE, Fault.EXPIRED)
 
     @property
     def pauses_stores(self) -> bool:
@@ -70,6 +76,10 @@ class NamespaceError(Exception):
         super().__init__(text)
 
 
+class ExpiredError(Exception):
+    """The file is older than the ttl."""
+
+
 def classify(error: BaseException) -> Fault:
     """The kind of any exception that moving a chunk can raise."""
     if isinstance(error, FrameError):
@@ -78,4 +88,6 @@ def classify(error: BaseException) -> Fault:
         return _BY_ERRNO.get(error.errno or 0, Fault.OTHER)
     if isinstance(error, NamespaceError):
         return error.fault
+    if isinstance(error, ExpiredError):
+        return Fault.EXPIRED
     return Fault.INTERNAL

@@ -5,7 +5,8 @@ Every method may block and raise OSError; none runs on the scheduler thread.
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 Buffer = bytes | bytearray | memoryview
@@ -17,6 +18,15 @@ class DirEntry(NamedTuple):
     name: str
     size: int | None
     mtime: float | None
+
+
+class FileInfo(NamedTuple):
+    """A plain file: bytes, permission bits, when it was written and when it was last written or read (since 1970)."""
+
+    size: int
+    mode: int
+    mtime: float
+    used: float
 
 
 class Files:
@@ -33,9 +43,17 @@ class Files:
         """Bytes of the open file."""
         return os.fstat(fd).st_size
 
-    def mode(self, fd: int) -> int:
-        """Permission bits of the open file."""
-        return os.fstat(fd).st_mode & 0o777
+    def info(self, target: str | int) -> FileInfo:
+        """Of a path or a descriptor; FileNotFoundError when there is no plain file."""
+        found = os.stat(target) if isinstance(target, int) else os.stat(target, follow_symlinks=False)
+        if not _is_plain_file(found.st_mode):
+            raise FileNotFoundError(errno.ENOENT, "not a plain file", target)
+        return FileInfo(found.st_size, found.st_mode & 0o777, found.st_mtime, max(found.st_mtime, found.st_atime))
+
+    def free_bytes(self, path: str) -> int:
+        """Bytes that the filesystem below `path` still has for us."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
 
     def chmod(self, target: str | int, mode: int) -> None:
         """Of a path or a descriptor."""
@@ -57,18 +75,15 @@ class Files:
     def unlink(self, path: str) -> None:
         os.unlink(path)
 
-    def stat_size(self, path: str) -> int:
-        """Bytes of the file at `path`; FileNotFoundError when there is no plain file."""
-        found = os.stat(path, follow_symlinks=False)
-        if not _is_plain_file(found.st_mode):
-            raise FileNotFoundError(errno.ENOENT, "not a plain file", path)
-        return found.st_size
-
     def mkdir(self, path: str, mode: int = 0o700) -> None:
         os.mkdir(path, mode)
 
     def rmdir(self, path: str) -> None:
         os.rmdir(path)
+
+    def listdir(self, path: str) -> list[str]:
+        """The names in a directory."""
+        return os.listdir(path)
 
     def scandir(self, path: str) -> Iterator[DirEntry]:
         """The entries, one by one; what vanishes meanwhile is left out."""
@@ -112,3 +127,18 @@ def remove_file(files: Files, path: str) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def replace_file(files: Files, path: str, temporary: str, make: Callable[[str], None]) -> None:
+    """Have `make` write the file `temporary`, and put it in the place of `path`: nobody ever sees a part of it.
+
+    Raises what `make` does, OSError included; then nothing is left of the temporary.
+    """
+    try:
+        make(temporary)
+        files.rename(temporary, path)
+    except BaseException:
+        # Also when opening failed: a filesystem without O_DIRECT may make the file before it refuses.
+        with suppress(OSError):
+            remove_file(files, temporary)
+        raise

@@ -13,6 +13,7 @@ class Job:
 
     job_id: int
     keys: tuple[OffloadKey, ...]
+    req_id: str
     epoch: int
     num_open: int
     failed: set[int] = field(default_factory=set)
@@ -39,7 +40,7 @@ class JobTable:
 
     def begin(self, metadata: JobMetadata, epoch: int) -> Job:
         """A job, all of whose parts are open; one without parts has ended."""
-        job = Job(metadata.job_id, metadata.keys, epoch, len(metadata.keys))
+        job = Job(metadata.job_id, metadata.keys, metadata.req_context.req_id, epoch, len(metadata.keys))
         self._open[id(job)] = job
         self._finish_if_over(job, epoch)
         return job

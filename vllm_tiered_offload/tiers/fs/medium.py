@@ -4,15 +4,18 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.seams import Clock
 from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES, FrameError
 from vllm_tiered_offload.tiers.fs.block_io import BlockIo
-from vllm_tiered_offload.tiers.fs.faults import NamespaceError, classify
+from vllm_tiered_offload.tiers.fs.faults import ExpiredError, Fault, NamespaceError, classify
 from vllm_tiered_offload.tiers.fs.files import remove_file
-from vllm_tiered_offload.tiers.fs.messages import Answers, Found, Loaded, Opened, ScanEnded, Stored, Write
+from vllm_tiered_offload.tiers.fs.index import Write
+from vllm_tiered_offload.tiers.fs.messages import Answers, Found, Loaded, Opened, ScanEnded, Stored, Trimmed
 from vllm_tiered_offload.tiers.fs.namespace import Namespace
+from vllm_tiered_offload.tiers.fs.scan import Known, Scan
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +65,12 @@ class Medium:
         key, row = report.job.keys[part], rows[part]
         try:
             self._io.read(namespace, key, row)
-        except (OSError, FrameError) as error:
+        except (OSError, FrameError, ExpiredError) as error:
             fault = classify(error)
             report.fail(part, fault, fault.condemns_file and self._discard(namespace, key, error))
+            if fault is Fault.EXPIRED:
+                with suppress(OSError):
+                    remove_file(self._files, namespace.file_path(key))
         else:
             report.good.append(part)
             report.moved += HEADER_BYTES + row.nbytes
@@ -83,26 +89,34 @@ class Medium:
             if self.stop.is_set():
                 break
             try:
-                answers.sizes[key] = self._files.stat_size(namespace.file_path(key))
-            except (FileNotFoundError, NotADirectoryError):
-                continue
+                answers.sizes[key] = self._io.size(namespace, key)
             except OSError as error:
                 answers.fault = classify(error)
         return answers
 
-    def scan(self, namespace: Namespace, epoch: int) -> Iterator[Found | ScanEnded]:
-        """All chunks of the directory, and the end."""
+    def scan(self, namespace: Namespace, known: Known, epoch: int) -> Iterator[Found | ScanEnded]:
+        """What is there and was not known, what is gone, and the end."""
         end = ScanEnded(epoch, False, self._clock())
         try:
             namespace.check()
-            for files in namespace.scan(self.stop):
-                yield Found(epoch, files)
-            end.complete = not self.stop.is_set()
+            scan = Scan(namespace, known, self._io.ttl, self.stop)
+            for files, gone in scan.run():
+                yield Found(epoch, files, gone)
+            end.complete, end.elsewhere = not self.stop.is_set(), scan.elsewhere
         except NamespaceError as error:
             end.problem = str(error)
         except OSError as error:
             logger.info("fs tier: %s could not be scanned: %s", namespace.path, error.strerror)
+        end.seconds = self._clock() - end.started
         yield end
+
+    def unlink(self, namespace: Namespace, victim: tuple[OffloadKey, int], report: Trimmed) -> None:
+        """Unlink one victim."""
+        try:
+            remove_file(self._files, namespace.file_path(victim[0]))
+        except OSError:
+            report.kept.append(victim[0])
+        report.victims.append(victim)
 
     def remove(self, namespace: Namespace) -> bool:
         """Remove a private generation; late writes may hold it up for a moment."""

@@ -7,35 +7,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from vllm_tiered_offload.contract.keys import OffloadKey
-from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
 from vllm_tiered_offload.tiers.fs.batch import Report
 from vllm_tiered_offload.tiers.fs.faults import Fault
-from vllm_tiered_offload.tiers.fs.index import Victims
+from vllm_tiered_offload.tiers.fs.index import Write
 from vllm_tiered_offload.tiers.fs.jobs import Job
-
-
-@dataclass(slots=True, eq=False)
-class Write:
-    """One file to be written: from `row`, after the `victims` (key, bytes) have made room.
-
-    `waiters` are the (job, part) that asked for the key, not empty, the scheduler thread's. What became of it: with
-    `fault` None the file is there; `moved` bytes were written for it (none, if it had been there before); `kept` are
-    victims that are still on disk; `problem` is a line for the user, if there is one.
-    """
-
-    key: OffloadKey
-    row: memoryview
-    waiters: list[tuple[Job, int]]
-    victims: Victims = ()
-    fault: Fault | None = None
-    moved: int = 0
-    kept: Sequence[OffloadKey] = ()
-    problem: str | None = None
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return HEADER_BYTES + self.row.nbytes
 
 
 @dataclass(slots=True)
@@ -99,20 +74,43 @@ class Answers:
 
 @dataclass(slots=True)
 class Found:
-    """A part of a scan."""
+    """A part of a scan: files that are news, and keys whose file is gone."""
 
     epoch: int
-    files: list[tuple[OffloadKey, int]]
+    files: Sequence[tuple[OffloadKey, int]]
+    gone: Sequence[OffloadKey] = ()
 
 
 @dataclass(slots=True)
 class ScanEnded:
-    """`complete`: every file that was there when it began, `started` (clock), has been told of."""
+    """A scan that began at `started` (clock) and took `seconds`.
+
+    `complete`: all that was there when it began has been told of, and `elsewhere` is what the rest of the root takes.
+    """
 
     epoch: int
     complete: bool
     started: float
+    seconds: float = 0.0
+    elsewhere: int = 0
     problem: str | None = None
+
+
+@dataclass(slots=True)
+class Trimmed(Report[tuple[OffloadKey, int]]):
+    """Victims (key, bytes) were unlinked; `kept` could not be."""
+
+    epoch: int
+    victims: list[tuple[OffloadKey, int]] = field(default_factory=list)
+    kept: list[OffloadKey] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.victims
+
+    def fail(self, part: tuple[OffloadKey, int], fault: Fault) -> None:  # noqa: ARG002
+        self.victims.append(part)
+        self.kept.append(part[0])
 
 
 @dataclass(slots=True)
@@ -122,7 +120,7 @@ class GenerationRemoved:
     size: int
 
 
-Message: TypeAlias = Stored | Loaded | Opened | Answers | Found | ScanEnded | GenerationRemoved
+Message: TypeAlias = Stored | Loaded | Trimmed | Opened | Answers | Found | ScanEnded | GenerationRemoved
 
 
 class Inbox:
@@ -150,5 +148,5 @@ class Inbox:
         """The oldest, until `max_files` files have been told of."""
         while self.bulk and max_files > 0:
             message = self.bulk.popleft()
-            max_files -= len(message.files) if isinstance(message, Found) else 0
+            max_files -= len(message.files) + len(message.gone) if isinstance(message, Found) else 0
             yield message

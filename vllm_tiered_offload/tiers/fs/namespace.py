@@ -21,14 +21,13 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 
 from vllm_tiered_offload.contract.fingerprint import Fingerprint
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.tiers.fs.faults import Fault, NamespaceError, classify
-from vllm_tiered_offload.tiers.fs.files import Files, remove_file, remove_tree
+from vllm_tiered_offload.tiers.fs.files import Files, remove_file, remove_tree, replace_file
 from vllm_tiered_offload.tiers.fs.manifest import MANIFEST, Manifest, ManifestError, read_manifest
 from vllm_tiered_offload.tiers.fs.owner import Owner
 
@@ -141,46 +140,6 @@ class Namespace:
             self.files.rename(self.path, self._grave)
         remove_tree(self.files, self._grave)
 
-    def scan(self, stop: threading.Event) -> Iterator[list[tuple[OffloadKey, int]]]:
-        """(key, bytes) of every chunk, a list for each directory; removes stale temporaries on the way.
-
-        Raises OSError when the directory cannot be read; one that does not exist is empty.
-        """
-        for directory in self._directories():
-            if stop.is_set():
-                return
-            yield self._scan_directory(directory)
-
-    def _directories(self) -> list[str]:
-        try:
-            entries = list(self.files.scandir(self.path))
-        except FileNotFoundError:
-            return []
-        for entry in entries:
-            self._collect(self.path, entry.name, entry.mtime)
-        return [f"{self.path}/{entry.name}" for entry in entries if entry.size is None and is_fan_out(entry.name)]
-
-    def _scan_directory(self, directory: str) -> list[tuple[OffloadKey, int]]:
-        found = []
-        with suppress(FileNotFoundError):
-            for entry in self.files.scandir(directory):
-                if entry.size is None:
-                    continue
-                key = key_of(os.path.basename(directory), entry.name)
-                if key is not None:
-                    found.append((key, entry.size))
-                else:
-                    self._collect(directory, entry.name, entry.mtime)
-        return found
-
-    def _collect(self, directory: str, name: str, mtime: float | None) -> None:
-        """Remove a temporary that nobody will finish."""
-        maker = Owner.of_temporary(name)
-        if maker is None or mtime is None or not self.owner.finds_stale(maker, time.time() - mtime):
-            return
-        with suppress(OSError):
-            remove_file(self.files, f"{directory}/{name}")
-
     def _unwritable(self, error: OSError) -> NamespaceError:
         return _unwritable(self._root, error)
 
@@ -236,14 +195,7 @@ class Namespace:
 
     def _add_manifest(self) -> None:
         path = f"{self.path}/{MANIFEST}"
-        temporary = self.temporary_path(path)
-        try:
-            self._write_manifest(temporary)
-            self.files.rename(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                remove_file(self.files, temporary)
-            raise
+        replace_file(self.files, path, self.temporary_path(path), self._write_manifest)
 
     def _write_manifest(self, path: str) -> None:
         text = Manifest.new(self.fingerprint, self.owner if self.private else None).to_bytes()

@@ -15,7 +15,33 @@ class FsTierSettings(Block):
     root: str = Field(description="Directory for the chunks; made if it is not there. Engines may share it.")
     capacity: Annotated[ByteSize, Field(gt=0)] | None = Field(
         default=None,
-        description="Bytes that this model's chunks may take there, frames included; without it, as many as there are.",
+        description="Bytes that chunks may take there, frames included and whosever they are; without it, as many as"
+        " there are. What is not this model's is evicted only when nobody has used it for an hour.",
+    )
+    min_free: ByteSize | None = Field(
+        default=None, description="Bytes that are left free on the device; stores evict, and then pause, before that."
+    )
+    eviction_policy: str = Field(
+        default="lru", description='Which chunks go first: "lru", "arc", or the name of an installed policy.'
+    )
+    ttl: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Seconds after which a chunk is not used any more and removed."
+    )
+    scan_period: float = Field(
+        default=60.0,
+        ge=1,
+        description="Seconds between two looks at the whole directory, which find what others stored, evicted and"
+        " removed there. A long one is made less often, so that looking takes a twentieth of the time at most.",
+    )
+    store_threshold: int = Field(
+        default=1,
+        ge=1,
+        description="A chunk is stored when this many requests had it: 2 keeps prompts that never come back off the"
+        " disk. With more than 1 every request offers all of its chunks.",
+    )
+    write_bytes_per_day: Annotated[ByteSize, Field(gt=0)] | None = Field(
+        default=None,
+        description="Bytes that may be written in a day, so that the device lasts; an hour's share at once at most.",
     )
     read_threads: int = Field(default=16, ge=1, le=256, description="Threads that load; stores never hold them up.")
     write_threads: int = Field(default=16, ge=1, le=256, description="Threads that store.")

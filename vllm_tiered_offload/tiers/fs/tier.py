@@ -32,20 +32,23 @@ from vllm_tiered_offload.contract.jobs import (
     JobMetadata,
     JobResult,
     LookupResult,
+    OffloadPolicy,
     ReqContext,
     RequestOffloadingContext,
 )
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.managers import ResidencyEvent, SecondaryTierManager
 from vllm_tiered_offload.contract.seams import Clock, JobExecutor, monotonic
-from vllm_tiered_offload.settings import validate_block
+from vllm_tiered_offload.settings import SettingsError, validate_block
 from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
+from vllm_tiered_offload.tiers.errors import RegistryError
 from vllm_tiered_offload.tiers.fs.batch import Batch
-from vllm_tiered_offload.tiers.fs.block_io import BlockIo, IoMode
+from vllm_tiered_offload.tiers.fs.block_io import BlockIo, FreeSpace, IoMode
 from vllm_tiered_offload.tiers.fs.counters import LOAD, LOOKUP, STORE, FsCounters
+from vllm_tiered_offload.tiers.fs.economy import Economy
 from vllm_tiered_offload.tiers.fs.faults import Fault, NamespaceError
 from vllm_tiered_offload.tiers.fs.files import Files
-from vllm_tiered_offload.tiers.fs.index import ExpiringKeys, KeyIndex
+from vllm_tiered_offload.tiers.fs.index import ExpiringKeys, KeyIndex, Write
 from vllm_tiered_offload.tiers.fs.jobs import Job, JobTable
 from vllm_tiered_offload.tiers.fs.lanes import Lanes
 from vllm_tiered_offload.tiers.fs.medium import Medium
@@ -59,21 +62,27 @@ from vllm_tiered_offload.tiers.fs.messages import (
     Opened,
     ScanEnded,
     Stored,
-    Write,
+    Trimmed,
 )
 from vllm_tiered_offload.tiers.fs.namespace import Namespace, collect_private_generations, try_root
+from vllm_tiered_offload.tiers.fs.scan import Known
 from vllm_tiered_offload.tiers.fs.settings import FsTierSettings
+from vllm_tiered_offload.tiers.registry import load_eviction_policy
 
 logger = logging.getLogger(__name__)
 
 _BLOCK_LEVEL = RequestOffloadingContext()
+_REQUEST_LEVEL = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
 SHUN_SECONDS = 10.0  # how long a chunk that could not be read, and is still there, is not tried again
 PAUSE_SECONDS = 10.0  # how long stores pause after the medium refused one
+CEILING_SECONDS = 60.0  # how long a device that was full is taken to be as small as it was
 RESCAN_SECONDS = 60.0  # after a scan that failed
 SHUTDOWN_SECONDS = 5.0  # for what is in flight, and again for removing a private generation
 MAX_QUESTIONS = 100_000  # unanswered ones; beyond them a key is a miss
-SCANNED_FILES_A_PASS = 4096
+SCANNED_FILES_A_PASS = 1024
+SCAN_PAUSE = 19.0  # times as long as a scan took, at least, before the next
+UNBOUNDED = 1 << 40  # bytes; what an eviction policy is told without a capacity
 
 
 class FsTier(SecondaryTierManager):
@@ -100,23 +109,27 @@ class FsTier(SecondaryTierManager):
         self._files = files or Files()
         self._engine_id = engine_id
         self._mode = IoMode(settings.io != "buffered")
-        io = BlockIo(self._files, self._mode, sync_data=settings.fsync == "data")
+        self._policy_class = load_eviction_policy(settings.eviction_policy)
+        space = None if settings.min_free is None else FreeSpace(self._files, settings.min_free)
+        io = BlockIo(self._files, self._mode, sync_data=settings.fsync == "data", ttl=settings.ttl, space=space)
         self._medium = Medium(io, keep_bad_files=settings.on_corrupt == "quarantine", clock=clock)
         self._lanes = lanes or Lanes.start(settings)
         self._inbox = Inbox()
         self._closed = False
         self._rows: Sequence[memoryview] = ()
-        self._frame_bytes = 0  # of one chunk's file
+        self._frame_bytes = 1  # of one chunk's file, once there are rows
         self._jobs = JobTable()
         self._counters = FsCounters()
         self._events: list[ResidencyEvent] | None = [] if events else None
         # What the user has been told, by topic. The one collection that a thread may add to, once, at start.
         self._said: set[object] = set()
         self._paused_until = -inf
+        self._ceiling_until = -inf
+        self._economy = Economy(settings.store_threshold, settings.write_bytes_per_day, clock)
         # Counts resets; messages of an older epoch end their jobs and do nothing else.
         self._epoch = 0
-        # Bytes of the directories that a reset left behind and that are still there.
-        self._left_behind = 0
+        # Bytes in the root that are not of the directory in use: what a reset left behind, and what a scan found.
+        self._elsewhere = 0
         self._evictions_before_reset = 0
         # Keys that were looked for and not found, and keys whose file is there but could not be read.
         self._absent = ExpiringKeys(settings.share_refresh, clock)
@@ -124,11 +137,9 @@ class FsTier(SecondaryTierManager):
         # To be asked at the end of this pass (in order), and asked without an answer yet. Disjoint.
         self._questions: dict[OffloadKey, None] = {}
         self._asked: set[OffloadKey] = set()
-        # What is being written in this epoch. Each has a reservation.
-        self._writing: dict[OffloadKey, Write] = {}
         # The directory in use; there is none before bind_region, which says whose bytes these are.
         self._namespace: Namespace | None = None
-        self._index = KeyIndex(None)
+        self._index = self._new_index()
         self._scanned = False
         self._complete_until = -inf
         self._rescan_at = inf
@@ -150,14 +161,10 @@ class FsTier(SecondaryTierManager):
         Raises SettingsError, one line for each mistake, each beginning with `path`.
         """
         settings = validate_block(FsTierSettings, raw, path)
-        tier = cls(
-            settings,
-            engine_id=engine_id,
-            events=events,
-            lanes=lanes,
-            files=files,
-            clock=clock,
-        )
+        try:
+            tier = cls(settings, engine_id=engine_id, events=events, lanes=lanes, files=files, clock=clock)
+        except RegistryError as error:
+            raise SettingsError([f"{path}.eviction_policy: {error}"]) from error
         if lanes is None:
             tier._lanes.background.submit(tier._try_root)
         return tier
@@ -192,7 +199,11 @@ class FsTier(SecondaryTierManager):
             self._say(f"capacity of {capacity} bytes is less than one chunk, {frame} bytes: nothing is stored")
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
-        return _BLOCK_LEVEL
+        """Chunks that are counted have to be offered every time, also when host memory has them."""
+        return _BLOCK_LEVEL if self.settings.store_threshold == 1 else _REQUEST_LEVEL
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._index.end_request(req_context.req_id)
 
     # Lookup
 
@@ -210,7 +221,7 @@ class FsTier(SecondaryTierManager):
 
     def _look_up_alike(self, keys: Sequence[OffloadKey], misses_at_once: bool) -> LookupResult | None:
         """The answer where it is the same for all: prompts that are known, new, or asked again."""
-        if self._shunned or self._index.leaving or not self._writing.keys().isdisjoint(keys):
+        if self._shunned or self._index.leaving or not self._index.writing.keys().isdisjoint(keys):
             return None
         if self._index.has_all(keys):
             return LookupResult.HIT
@@ -232,7 +243,7 @@ class FsTier(SecondaryTierManager):
             return LookupResult.MISS
         if key in self._index.present:
             return LookupResult.HIT
-        if key in self._writing:
+        if key in self._index.writing:
             return LookupResult.HIT_PENDING
         if misses_at_once or key in self._absent:
             return LookupResult.MISS
@@ -242,8 +253,8 @@ class FsTier(SecondaryTierManager):
             self._questions[key] = None
         return LookupResult.RETRY
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: ARG002
-        self._index.touch(keys)
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self._index.touch(keys, req_context.req_id)
 
     def on_schedule_end(self) -> None:
         self._absorb()
@@ -267,49 +278,53 @@ class FsTier(SecondaryTierManager):
         self._absorb()
         record, rows = self._jobs.begin(job, self._epoch), self._rows_of(job)
         refusal = self._refusal() if rows is not None else Fault.INTERNAL
-        present, leaving, writing = self._index.present, self._index.leaving, self._writing
-        there, refused, writes = 0, [], []
+        index, economy = self._index, self._economy if self._economy.is_asked_for else None
+        present, leaving, writing = index.present, index.leaving, index.writing
+        new: dict[OffloadKey, Write] = {}
+        there, refused, skipped = 0, [], []
         for part, key in enumerate(job.keys):
             if key in present:
                 there += 1
-            elif (write := writing.get(key)) is not None:
+            elif (write := writing.get(key) or new.get(key)) is not None:
                 write.waiters.append((record, part))
             elif rows is None or refusal is not None or key in leaving:
                 refused.append(part)
+            elif economy is not None and (reason := economy.declines(key, self._frame_bytes)):
+                self._counters.skipped(reason)
+                skipped.append(part)
             else:
-                writing[key] = write = Write(key, rows[part], [(record, part)])
-                writes.append(write)
+                new[key] = Write(key, rows[part], self._frame_bytes, [(record, part)])
         self._counters.already_stored(there)
         if refused:
             self._counters.failed(STORE, refusal or Fault.NO_ROOM, len(refused))
-        self._jobs.end_parts(record, there, refused, self._epoch)
-        if writes:
-            self._write(writes)
+        self._jobs.end_parts(record, there, refused + skipped, self._epoch)
+        if new:
+            self._write(list(new.values()), job)
 
     def _refusal(self) -> Fault | None:
         """Why nothing is stored now, if that is so."""
         if self._closed:
             return Fault.CANCELLED
-        if self._clock() < self._paused_until:
+        now = self._clock()
+        if now < self._paused_until:
             return Fault.PAUSED
+        if now >= self._ceiling_until:
+            self._index.ceiling = None
         if self._index.capacity is not None and not self._scanned:
             return Fault.NOT_READY
         return None
 
-    def _write(self, writes: list[Write]) -> None:
+    def _write(self, writes: list[Write], job: JobMetadata) -> None:
         """Write as many of these as there is room for."""
-        reserved = self._index.reserve([write.size for write in writes])
-        for write, victims in zip(writes, reserved, strict=False):
-            if victims:
-                write.victims = victims
-                self._record([victim for victim, _ in victims], stored=False)
-        declined = writes[len(reserved) :]
-        for write in declined:
+        count = self._index.reserve(writes, job.keys, job.req_context.req_id)
+        for write in writes[count:]:
             write.fault = Fault.NO_ROOM
-            del self._writing[write.key]
-        self._end_waiters(declined)
+            self._economy.give_back(write.size)
+        self._end_waiters(writes[count:])
+        victims = [victim for write in writes[:count] for victim, _ in write.victims]
+        self._record(victims, stored=False)
         Batch(
-            writes[: len(reserved)],
+            writes[:count],
             partial(self._medium.store, self._in_use),
             partial(Stored, self._epoch),
             self._inbox.put,
@@ -387,19 +402,18 @@ class FsTier(SecondaryTierManager):
             case Loaded():
                 self._on_loaded(message)
             case GenerationRemoved():
-                self._left_behind -= message.size
-                self._set_capacity()
+                self._set_elsewhere(max(0, self._elsewhere - message.size))
             case _ if message.epoch != self._epoch:
                 pass
             case Answers():
                 self._on_answers(message)
             case Opened():
                 self._on_store_trouble(message.fault, message.problem)
+            case Trimmed():
+                self._index.end_trim(message.victims, message.kept)
+                self._record(message.kept, stored=True)
             case Found():
-                for key, size in message.files:
-                    # The scan may have seen a file that a load has taken away since.
-                    if key not in self._absent:
-                        self._index.add(key, size)
+                self._record(self._index.take_scanned(message.files, message.gone), stored=False)
             case ScanEnded():
                 self._on_scan_ended(message)
 
@@ -413,35 +427,42 @@ class FsTier(SecondaryTierManager):
 
     def _settle(self, writes: Sequence[Write]) -> None:
         """What is there now, and what not, of this epoch's writes."""
-        writing, index = self._writing, self._index
-        absent, shunned = self._absent, self._shunned
+        self._index.settle(writes)
+        stored = [write.key for write in writes if write.fault is None]
+        self._absent.discard(stored)
+        self._shunned.discard(stored)
+        self._record(stored, stored=True)
         for write in writes:
-            key = write.key
-            del writing[key]
-            index.settle(key, write.size, write.victims, written=write.fault is None, kept=write.kept)
-            if write.fault is None:
-                absent.discard(key)
-                shunned.discard(key)
-            else:
-                self._on_store_trouble(write.fault, write.problem)
+            if write.fault is not None:
+                self._on_failed_write(write)
+            elif not write.moved:
+                self._economy.give_back(write.size)
             if write.kept:
                 self._record(write.kept, stored=True)
-        if self._events is not None:
-            self._record([write.key for write in writes if write.fault is None], stored=True)
 
     def _end_waiters(self, writes: Sequence[Write]) -> None:
         """Tell the jobs that asked for these keys."""
         good: Counter[Job] = Counter()
         for write in writes:
             if write.fault is None:
-                for job, _ in write.waiters:
-                    good[job] += 1
-            else:
-                self._counters.failed(STORE, write.fault)
-                for job, part in write.waiters:
-                    self._jobs.end_parts(job, 0, (part,), self._epoch)
+                good.update([job for job, _ in write.waiters])
+                continue
+            self._counters.failed(STORE, write.fault)
+            for job, part in write.waiters:
+                self._jobs.end_parts(job, 0, (part,), self._epoch)
         for job, count in good.items():
             self._jobs.end_parts(job, count, (), self._epoch)
+
+    def _on_failed_write(self, write: Write) -> None:
+        self._economy.give_back(write.size)
+        index = self._index
+        if write.fault is Fault.NO_SPACE and index.present and not write.victims:
+            # The device has less room than we thought: from now on something goes for whatever comes.
+            index.ceiling = min(index.used, index.used if index.ceiling is None else index.ceiling)
+            self._ceiling_until = self._clock() + CEILING_SECONDS
+            self._say(f"{write.problem}; as long as that is so, chunks are evicted to make room", Fault.NO_SPACE)
+        else:
+            self._on_store_trouble(write.fault, write.problem)
 
     def _on_store_trouble(self, fault: Fault | None, problem: str | None) -> None:
         """The next store would fail like this one: pause, so that nobody waits for it."""
@@ -465,22 +486,21 @@ class FsTier(SecondaryTierManager):
         if job.epoch == self._epoch:
             index, keys = self._index, [job.keys[part] for part in message.good]
             index.end_reads(keys)
-            for key in keys:
-                if key not in index.present:
-                    index.add(key, self._frame_bytes)
+            if not index.has_all(keys):
+                index.add([(key, self._frame_bytes) for key in keys], job.req_id)
             self._take_note_of_bad([(job.keys[part], fault, discarded) for part, fault, discarded in bad])
         self._jobs.end_parts(job, len(message.good), [part for part, _, _ in bad], self._epoch)
 
     def _take_note_of_bad(self, loads: Sequence[tuple[OffloadKey, Fault, bool]]) -> None:
         """(key, fault, whether the file was taken away) of loads that failed."""
-        for key, fault, discarded in loads:
-            self._index.end_reads([key])
-            if not (discarded or fault is Fault.GONE):
-                self._shunned.add([key])
-                continue
-            if self._index.remove(key):
-                self._record([key], stored=False)
-            self._absent.add([key])
+        self._index.end_reads([key for key, _, _ in loads])
+        gone = [key for key, fault, discarded in loads if discarded or fault.means_absent]
+        self._record(self._index.remove(gone), stored=False)
+        self._absent.add(gone)
+        self._shunned.add([key for key, fault, discarded in loads if not (discarded or fault.means_absent)])
+        if self.settings.on_corrupt == "quarantine":
+            quarantined = sum(discarded for _, _, discarded in loads)
+            self._set_elsewhere(self._elsewhere + quarantined * self._frame_bytes)
 
     def _on_answers(self, message: Answers) -> None:
         if message.fault is not None:
@@ -489,19 +509,37 @@ class FsTier(SecondaryTierManager):
             self._say(message.problem)
         self._asked.difference_update(message.sizes)
         found = [(key, size) for key, size in message.sizes.items() if size is not None]
-        for key, size in found:
-            self._index.add(key, size)
+        self._index.add(found)
         absent = [key for key, size in message.sizes.items() if size is None] if found else message.sizes
         self._absent.add(absent)
 
     def _on_scan_ended(self, message: ScanEnded) -> None:
         if message.problem is not None:
             self._say(message.problem)
-        if message.complete:
-            self._scanned = True
-            self._complete_until = message.started + self.settings.share_refresh
-        else:
+        self._index.end_scan()
+        if not message.complete:
             self._rescan_at = self._clock() + RESCAN_SECONDS
+            return
+        self._scanned = True
+        self._complete_until = message.started + self.settings.share_refresh
+        self._rescan_at = self._clock() + max(self.settings.scan_period, SCAN_PAUSE * message.seconds)
+        self._set_elsewhere(message.elsewhere)
+
+    def _set_elsewhere(self, size: int) -> None:
+        """So much of the root is not the directory in use; what is too much for the rest goes."""
+        self._elsewhere = size
+        if self.settings.capacity is not None:
+            self._index.capacity = max(0, self.settings.capacity - size)
+        victims = self._index.trim()
+        if victims:
+            self._record([victim for victim, _ in victims], stored=False)
+            Batch(
+                victims,
+                partial(self._medium.unlink, self._in_use),
+                partial(Trimmed, self._epoch),
+                self._inbox.put,
+                self._medium.stop,
+            ).start(self._lanes.background, 1)
 
     # Background work
 
@@ -513,11 +551,13 @@ class FsTier(SecondaryTierManager):
 
     def _start_scan(self) -> None:
         self._rescan_at = inf
-        namespace, epoch, medium = self._in_use, self._epoch, self._medium
+        namespace, epoch, medium, index = self._in_use, self._epoch, self._medium, self._index
+        known = Known(index.snapshot, lambda: index.used, self.settings.capacity)
+        index.begin_scan()
 
         def scan() -> ScanEnded:
             collect_private_generations(self._files, self.settings.root, namespace.owner)
-            for message in medium.scan(namespace, epoch):
+            for message in medium.scan(namespace, known, epoch):
                 if isinstance(message, ScanEnded):
                     return message
                 self._inbox.put(message)
@@ -539,30 +579,29 @@ class FsTier(SecondaryTierManager):
             return
         self._epoch += 1
         old, size = self._in_use, self._index.used
-        self._record(list(self._index.present) if self._events is not None else [], stored=False)
+        self._record(self._index.snapshot() if self._events is not None else [], stored=False)
         self._evictions_before_reset += self._index.evictions
-        self._left_behind += size
+        self._elsewhere += size
         if old.private:
             self._remove_generation(old, size)
         for collection in (self._absent, self._shunned, self._questions, self._asked):
             collection.clear()
-        self._writing = {}
         fingerprint = private_fingerprint(old.fingerprint)
         self._enter(Namespace(self._files, self.settings.root, fingerprint, self._engine_id, private=True))
 
     def _enter(self, namespace: Namespace) -> None:
         """Begin with an empty index; that of a private directory knows all there is."""
         self._namespace = namespace
-        self._index = KeyIndex(None)
-        self._set_capacity()
+        self._index = self._new_index()
+        self._set_elsewhere(self._elsewhere)
         self._scanned = namespace.private
         # Until then (clock), a key that the index does not know is nowhere.
         self._complete_until = inf if namespace.private else -inf
-        self._rescan_at = inf
+        self._rescan_at = self._clock() + self.settings.scan_period if namespace.private else inf
 
-    def _set_capacity(self) -> None:
-        capacity = self.settings.capacity
-        self._index.capacity = None if capacity is None else max(0, capacity - self._left_behind)
+    def _new_index(self) -> KeyIndex:
+        frames = (self.settings.capacity or UNBOUNDED) // self._frame_bytes
+        return KeyIndex(self.settings.capacity, self._frame_bytes, self._policy_class(max(1, frames)))
 
     def _remove_generation(self, namespace: Namespace, size: int) -> threading.Event:
         """Remove it in the background; the event tells when that has ended."""
@@ -611,7 +650,8 @@ class FsTier(SecondaryTierManager):
         for reason, count in self._mode.fallbacks().items():
             stats[f"fs_buffered_io_total|reason={reason}"] = count
         stats["evictions_total|tier=fs"] = self._evictions_before_reset + self._index.evictions
-        stats["tier_bytes_used|tier=fs"] = self._index.used + self._left_behind
+        stats["tier_bytes_used|tier=fs"] = self._index.used + self._elsewhere
+        stats["fs_elsewhere_bytes"] = self._elsewhere
         stats["tier_chunks|tier=fs"] = len(self._index.present)
         stats["fs_stores_paused"] = int(self._clock() < self._paused_until)
         return stats
@@ -633,7 +673,7 @@ class FsTier(SecondaryTierManager):
         return {
             "jobs": self._jobs.num_open,
             "pending": int(self._jobs.pending),
-            "writing": len(self._writing),
+            "writing": len(self._index.writing),
             "leaving": len(self._index.leaving),
             "reading": self._index.num_reads,
             "asked": len(self._asked),
@@ -645,8 +685,7 @@ class FsTier(SecondaryTierManager):
         self._absorb()
         self._index.check()
         assert self._asked.isdisjoint(self._questions)
-        assert all(write.waiters for write in self._writing.values())
-        assert self._index.num_reservations == len(self._writing)
+        assert all(write.waiters for write in self._index.writing.values())
 
 
 def private_fingerprint(fingerprint: Fingerprint) -> Fingerprint:
