@@ -41,8 +41,9 @@ class Reports:
             assert self._told.wait_for(lambda: len(self.ended()) >= count, 10)
 
 
-def test_a_part_that_hangs_holds_back_no_other() -> None:
+def test_a_part_that_hangs_holds_back_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread has told of what it did before, the other thread does the rest. Mutation: TELL_SECONDS = 100."""
+    monkeypatch.setattr("vllm_tiered_offload.tiers.fs.batch.TELL_SECONDS", 0.02)
     road, lane, told = threading.Event(), Lane(2, "lane"), Reports()
 
     def do(part: int, report: Parts) -> None:

@@ -11,7 +11,8 @@ from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.tiers.cpu.policies.arc import ArcPolicy
 from vllm_tiered_offload.tiers.cpu.policies.lru import LruPolicy
 from vllm_tiered_offload.tiers.fs.faults import Fault
-from vllm_tiered_offload.tiers.fs.index import ExpiringKeys, KeyIndex, Write
+from vllm_tiered_offload.tiers.fs.index import KeyIndex, Write
+from vllm_tiered_offload.tiers.fs.lookups import ExpiringKeys
 
 pytestmark = pytest.mark.fast
 

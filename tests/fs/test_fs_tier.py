@@ -116,7 +116,7 @@ def test_what_is_known_of_one_key_never_stands_for_another(tmp_path: Path) -> No
 
 
 def test_no_more_is_asked_than_can_be_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_tiered_offload.tiers.fs.tier.MAX_QUESTIONS", 2)
+    monkeypatch.setattr("vllm_tiered_offload.tiers.fs.lookups.MAX_QUESTIONS", 2)
     bench = Bench(tmp_path, lanes=inline_lanes(lookup=HandLane()))
     bench.clock.now += 60
     assert bench.tier.lookup(keys_of("a", 3), REQ) == [RETRY, RETRY, MISS]

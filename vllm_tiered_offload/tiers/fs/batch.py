@@ -13,7 +13,7 @@ from vllm_tiered_offload.tiers.fs.faults import Fault
 
 logger = logging.getLogger(__name__)
 
-TELL_SECONDS = 0.02  # what has ended is told of at least this often: nothing but a part that hangs is held back by it
+TELL_SECONDS = 0.1  # what has ended is told of at least this often: nothing but a part that hangs is held back by it
 
 P = TypeVar("P")
 R = TypeVar("R", bound="Report[Any]")

@@ -1,10 +1,10 @@
 """What the scheduler thread knows of the directory, from memory alone.
 
-    key:  unknown --lookup--> asked --answer--> present | absent
-          absent --share_refresh--> unknown                (another engine may have stored it)
-          any but present --submit_store--> writing --> present | unknown
-          present --evicted--> leaving --> unknown;   present --a read finds it gone or bad--> absent | shunned
-          present <--a scan--> unknown
+    key:  unknown --submit_store--> writing --> present | unknown
+          unknown --answer, load, scan--> present --load, scan--> unknown
+          present --evicted--> leaving --> unknown
+
+What is known of keys that are not there is a matter of lookups.py.
 
 One thread owns it; no locks. Sizes are bytes on disk, frame included.
 
@@ -20,61 +20,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from vllm_tiered_offload.contract.keys import OffloadKey
-from vllm_tiered_offload.contract.seams import Clock
 from vllm_tiered_offload.tiers.cpu.policies.base import EvictionPolicy
 from vllm_tiered_offload.tiers.fs.faults import Fault
 from vllm_tiered_offload.tiers.fs.jobs import Job
 
 Victims: TypeAlias = Sequence[tuple[OffloadKey, int]]
 """Keys and bytes of files that are to be unlinked."""
-
-
-class ExpiringKeys:
-    """Keys that are in it for `ttl` seconds after `add`."""
-
-    def __init__(self, ttl: float, clock: Clock) -> None:
-        self._ttl = ttl
-        self._clock = clock
-        # Key -> when it ends; ends never decrease in iteration order.
-        self._until: dict[OffloadKey, float] = {}
-
-    def add(self, keys: Iterable[OffloadKey]) -> None:
-        new = dict.fromkeys(keys, self._clock() + self._ttl)
-        for key in self._until.keys() & new.keys():
-            del self._until[key]
-        self._until.update(new)
-
-    def discard(self, keys: Iterable[OffloadKey]) -> None:
-        if self._until:
-            for key in keys:
-                self._until.pop(key, None)
-
-    def purge(self) -> None:
-        """Forget what has ended."""
-        now, ended = self._clock(), []
-        for key, end in self._until.items():
-            if end > now:
-                break
-            ended.append(key)
-        for key in ended:
-            del self._until[key]
-
-    def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._until
-
-    def has_all(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether each of them is in it."""
-        return all(map(self._until.__contains__, keys))
-
-    def has_none(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether none of them is in it."""
-        return self._until.keys().isdisjoint(keys)
-
-    def __len__(self) -> int:
-        return len(self._until)
-
-    def clear(self) -> None:
-        self._until.clear()
 
 
 @dataclass(slots=True, eq=False)

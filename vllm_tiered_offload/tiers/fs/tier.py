@@ -48,9 +48,10 @@ from vllm_tiered_offload.tiers.fs.counters import LOAD, LOOKUP, STORE, FsCounter
 from vllm_tiered_offload.tiers.fs.economy import Economy
 from vllm_tiered_offload.tiers.fs.faults import Fault, NamespaceError
 from vllm_tiered_offload.tiers.fs.files import Files
-from vllm_tiered_offload.tiers.fs.index import ExpiringKeys, KeyIndex, Write
-from vllm_tiered_offload.tiers.fs.jobs import Job, JobTable
+from vllm_tiered_offload.tiers.fs.index import KeyIndex, Write
+from vllm_tiered_offload.tiers.fs.jobs import JobTable
 from vllm_tiered_offload.tiers.fs.lanes import Lanes
+from vllm_tiered_offload.tiers.fs.lookups import Lookups
 from vllm_tiered_offload.tiers.fs.medium import Medium
 from vllm_tiered_offload.tiers.fs.messages import (
     Answers,
@@ -74,12 +75,10 @@ logger = logging.getLogger(__name__)
 _BLOCK_LEVEL = RequestOffloadingContext()
 _REQUEST_LEVEL = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
-SHUN_SECONDS = 10.0  # how long a chunk that could not be read, and is still there, is not tried again
 PAUSE_SECONDS = 10.0  # how long stores pause after the medium refused one
 CEILING_SECONDS = 60.0  # how long a device that was full is taken to be as small as it was
 RESCAN_SECONDS = 60.0  # after a scan that failed
 SHUTDOWN_SECONDS = 5.0  # for what is in flight, and again for removing a private generation
-MAX_QUESTIONS = 100_000  # unanswered ones; beyond them a key is a miss
 SCANNED_FILES_A_PASS = 1024
 SCAN_PAUSE = 19.0  # times as long as a scan took, at least, before the next
 UNBOUNDED = 1 << 40  # bytes; what an eviction policy is told without a capacity
@@ -131,12 +130,7 @@ class FsTier(SecondaryTierManager):
         # Bytes in the root that are not of the directory in use: what a reset left behind, and what a scan found.
         self._elsewhere = 0
         self._evictions_before_reset = 0
-        # Keys that were looked for and not found, and keys whose file is there but could not be read.
-        self._absent = ExpiringKeys(settings.share_refresh, clock)
-        self._shunned = ExpiringKeys(SHUN_SECONDS, clock)
-        # To be asked at the end of this pass (in order), and asked without an answer yet. Disjoint.
-        self._questions: dict[OffloadKey, None] = {}
-        self._asked: set[OffloadKey] = set()
+        self._lookups = Lookups(settings.share_refresh, clock)
         # The directory in use; there is none before bind_region, which says whose bytes these are.
         self._namespace: Namespace | None = None
         self._index = self._new_index()
@@ -209,49 +203,10 @@ class FsTier(SecondaryTierManager):
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:  # noqa: ARG002
         self._absorb()
-        self._absent.purge()
-        self._shunned.purge()
-        misses_at_once = self._closed or self._clock() < self._complete_until
-        if (all_alike := self._look_up_alike(keys, misses_at_once)) is not None:
-            results = [all_alike] * len(keys)
-        else:
-            results = [self._look_up(key, misses_at_once) for key in keys]
+        is_complete = self._closed or self._clock() < self._complete_until
+        results = self._lookups.look_up(keys, self._index, is_complete)
         self._counters.looked_up(results)
         return results
-
-    def _look_up_alike(self, keys: Sequence[OffloadKey], misses_at_once: bool) -> LookupResult | None:
-        """The answer where it is the same for all: prompts that are known, new, or asked again."""
-        if self._shunned or self._index.leaving or not self._index.writing.keys().isdisjoint(keys):
-            return None
-        if self._index.has_all(keys):
-            return LookupResult.HIT
-        if self._asked.issuperset(keys):
-            return LookupResult.RETRY
-        if self._absent.has_all(keys):
-            return LookupResult.MISS
-        if not (self._index.has_none(keys) and self._asked.isdisjoint(keys) and self._absent.has_none(keys)):
-            return None
-        if misses_at_once:
-            return LookupResult.MISS
-        if len(self._asked) + len(self._questions) + len(keys) > MAX_QUESTIONS:
-            return None
-        self._questions.update(dict.fromkeys(keys))
-        return LookupResult.RETRY
-
-    def _look_up(self, key: OffloadKey, misses_at_once: bool) -> LookupResult:
-        if key in self._shunned or key in self._index.leaving:
-            return LookupResult.MISS
-        if key in self._index.present:
-            return LookupResult.HIT
-        if key in self._index.writing:
-            return LookupResult.HIT_PENDING
-        if misses_at_once or key in self._absent:
-            return LookupResult.MISS
-        if key not in self._asked and key not in self._questions:
-            if len(self._asked) + len(self._questions) >= MAX_QUESTIONS:
-                return LookupResult.MISS
-            self._questions[key] = None
-        return LookupResult.RETRY
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self._index.touch(keys, req_context.req_id)
@@ -262,10 +217,7 @@ class FsTier(SecondaryTierManager):
             self._receive(message)
         if self._clock() >= self._rescan_at:
             self._start_scan()
-        self._absent.purge()
-        if self._questions:
-            keys, self._questions = list(self._questions), {}
-            self._asked.update(keys)
+        if keys := self._lookups.take_questions():
             self._run(
                 self._lanes.lookup,
                 partial(self._medium.look_up, self._in_use, keys, self._epoch),
@@ -429,8 +381,7 @@ class FsTier(SecondaryTierManager):
         """What is there now, and what not, of this epoch's writes."""
         self._index.settle(writes)
         stored = [write.key for write in writes if write.fault is None]
-        self._absent.discard(stored)
-        self._shunned.discard(stored)
+        self._lookups.stored(stored)
         self._record(stored, stored=True)
         for write in writes:
             if write.fault is not None:
@@ -442,16 +393,14 @@ class FsTier(SecondaryTierManager):
 
     def _end_waiters(self, writes: Sequence[Write]) -> None:
         """Tell the jobs that asked for these keys."""
-        good: Counter[Job] = Counter()
-        for write in writes:
-            if write.fault is None:
-                good.update([job for job, _ in write.waiters])
-                continue
-            self._counters.failed(STORE, write.fault)
-            for job, part in write.waiters:
-                self._jobs.end_parts(job, 0, (part,), self._epoch)
+        good = Counter([job for write in writes if write.fault is None for job, _ in write.waiters])
         for job, count in good.items():
             self._jobs.end_parts(job, count, (), self._epoch)
+        for write in writes:
+            if write.fault is not None:
+                self._counters.failed(STORE, write.fault)
+                for job, part in write.waiters:
+                    self._jobs.end_parts(job, 0, (part,), self._epoch)
 
     def _on_failed_write(self, write: Write) -> None:
         self._economy.give_back(write.size)
@@ -496,8 +445,8 @@ class FsTier(SecondaryTierManager):
         self._index.end_reads([key for key, _, _ in loads])
         gone = [key for key, fault, discarded in loads if discarded or fault.means_absent]
         self._record(self._index.remove(gone), stored=False)
-        self._absent.add(gone)
-        self._shunned.add([key for key, fault, discarded in loads if not (discarded or fault.means_absent)])
+        self._lookups.lost(gone)
+        self._lookups.shun([key for key, fault, discarded in loads if not (discarded or fault.means_absent)])
         if self.settings.on_corrupt == "quarantine":
             quarantined = sum(discarded for _, _, discarded in loads)
             self._set_elsewhere(self._elsewhere + quarantined * self._frame_bytes)
@@ -507,11 +456,10 @@ class FsTier(SecondaryTierManager):
             self._counters.failed(LOOKUP, message.fault)
         if message.problem is not None:
             self._say(message.problem)
-        self._asked.difference_update(message.sizes)
         found = [(key, size) for key, size in message.sizes.items() if size is not None]
         self._index.add(found)
         absent = [key for key, size in message.sizes.items() if size is None] if found else message.sizes
-        self._absent.add(absent)
+        self._lookups.answered(message.sizes, absent)
 
     def _on_scan_ended(self, message: ScanEnded) -> None:
         if message.problem is not None:
@@ -574,8 +522,7 @@ class FsTier(SecondaryTierManager):
         """
         self._absorb()
         if self.settings.keep_on_reset or self._closed:
-            for keys in (self._absent, self._shunned):
-                keys.clear()
+            self._lookups.look_again()
             return
         self._epoch += 1
         old, size = self._in_use, self._index.used
@@ -584,8 +531,7 @@ class FsTier(SecondaryTierManager):
         self._elsewhere += size
         if old.private:
             self._remove_generation(old, size)
-        for collection in (self._absent, self._shunned, self._questions, self._asked):
-            collection.clear()
+        self._lookups.forget()
         fingerprint = private_fingerprint(old.fingerprint)
         self._enter(Namespace(self._files, self.settings.root, fingerprint, self._engine_id, private=True))
 
@@ -630,7 +576,7 @@ class FsTier(SecondaryTierManager):
         if self._namespace is not None and self._namespace.private:
             self._remove_generation(self._namespace, self._index.used).wait(SHUTDOWN_SECONDS)
         self._lanes.shutdown()
-        self._questions.clear()
+        self._lookups.forget()  # nobody will answer what was asked
         if drained:
             self._rows = ()
 
@@ -676,15 +622,14 @@ class FsTier(SecondaryTierManager):
             "writing": len(self._index.writing),
             "leaving": len(self._index.leaving),
             "reading": self._index.num_reads,
-            "asked": len(self._asked),
-            "questions": len(self._questions),
+            **self._lookups.leftovers(),
         }
 
     def check(self) -> None:
         """Assert the invariants beside the declarations. O(keys): for tests."""
         self._absorb()
         self._index.check()
-        assert self._asked.isdisjoint(self._questions)
+        self._lookups.check()
         assert all(write.waiters for write in self._index.writing.values())
 
 
