@@ -19,6 +19,7 @@ Shown beside them, and not counted: ours with "io": "buffered", its loads from t
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -41,6 +42,8 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm_tiered_offload.contract.jobs import JobMetadata, LookupResult, ReqContext
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.tiers.fs.index import KeyIndex
+from vllm_tiered_offload.tiers.fs.settings import FsTierSettings
+from vllm_tiered_offload.tiers.registry import load_eviction_policy
 
 MIB = 1 << 20
 NUM_ROWS = 256
@@ -226,7 +229,7 @@ def remove(side: fs.Side, keys: Sequence[OffloadKey]) -> None:
 
 def measure_lookups(scratch: str, repeats: int) -> Samples:
     """Microseconds a key on the scheduler thread until all 10,000 have their answer, by kind."""
-    rng, rows = np.random.default_rng(3), np.zeros((1, 4096), dtype=np.uint8)
+    rng, rows = np.random.default_rng(3), np.frombuffer(mmap.mmap(-1, 4096), dtype=np.uint8).reshape(1, 4096)
     took: Samples = {"present": [], "absent, indexed": [], "absent, by stat": []}
     root = tempfile.mkdtemp(prefix="lookups_", dir=scratch)
     present = new_keys(rng, LOOKUP_KEYS)
@@ -271,14 +274,16 @@ def ask(side: fs.OurFs, keys: Sequence[OffloadKey], wanted: LookupResult) -> flo
 
 
 def index_bytes_per_key() -> float:
+    """With the default eviction policy, filled as by a scan and by requests of 256 chunks, half and half."""
+    rng, policy = np.random.default_rng(4), load_eviction_policy(FsTierSettings(root="/").eviction_policy)
     tracemalloc.start()
-    index, rng = KeyIndex(None), np.random.default_rng(4)
-    for _ in range(INDEX_KEYS // 1000):
-        for key in new_keys(rng, 1000):
-            index.add(key, MIB)
+    index = KeyIndex(None, MIB, policy(INDEX_KEYS))
+    for number in range(INDEX_KEYS // 512):
+        index.add([(key, MIB) for key in new_keys(rng, 256)])
+        index.add([(key, MIB) for key in new_keys(rng, 256)], f"r{number}")
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    return held / INDEX_KEYS
+    return held / len(index.present)
 
 
 # ---- telling -------------------------------------------------------------------------------------------------------

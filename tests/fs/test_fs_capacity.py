@@ -148,6 +148,8 @@ def test_after_a_reset_the_shared_generation_counts_and_makes_room(tmp_path: Pat
     rescan(bench)
     assert store_as(bench, "r", new[:1]) == 1
     assert bytes_in(tmp_path) == bench.stat(USED) == 8 * FRAME
+    bench.clock.now += 30
+    assert bench.tier.lookup(new, REQ) == [HIT, MISS], "what nobody else writes to needs no question"
     bench.assert_idle()
 
 

@@ -292,6 +292,36 @@ def test_room_is_left_on_the_device(tmp_path: Path, caplog: pytest.LogCaptureFix
     bench.assert_idle()
 
 
+def test_a_device_that_does_not_say_what_is_free_takes_nothing(tmp_path: Path) -> None:
+    """Mutation: going on as if there were room."""
+    files = FaultyFiles()
+    files.fail("free_bytes", errno.EIO)
+    bench = Bench(tmp_path, files=files, min_free=1)
+    assert not bench.store(FOUR).success
+    assert bench.failures("store") == {"io": 4}
+    files.rules.clear()
+    assert bench.store(FOUR).success
+    bench.assert_idle()
+
+
+def test_what_is_trimmed_and_cannot_be_unlinked_keeps_its_bytes(tmp_path: Path) -> None:
+    bench = filled(tmp_path, capacity=4 * FRAME)
+    Bench(tmp_path, engine_id="other").store(keys_of("more", 2))
+    bench.files.fail("unlink", errno.EIO)
+    for _ in range(2):
+        bench.clock.now += 61
+        bench.tier.on_schedule_end()
+        bench.tier.on_schedule_end()
+        assert bench.stat("tier_bytes_used|tier=fs") == 6 * FRAME
+        bench.tier.check()
+    bench.files.rules.clear()
+    bench.clock.now += 61
+    bench.tier.on_schedule_end()
+    bench.tier.on_schedule_end()
+    assert bench.stat("tier_bytes_used|tier=fs") == 4 * FRAME == len(chunk_files(tmp_path)) * FRAME
+    bench.assert_idle()
+
+
 def test_fsync_that_fails_fails_the_store(tmp_path: Path) -> None:
     bench = Bench(tmp_path, fsync="data")
     bench.files.fail("fdatasync", errno.EIO)

@@ -53,8 +53,8 @@ class FsTierSettings(Block):
     io: Literal["auto", "direct", "buffered"] = Field(
         default="auto",
         description='"direct" goes past the page cache (O_DIRECT) where the filesystem allows it and is buffered'
-        ' otherwise; "buffered" uses the page cache, which is fast while it lasts but takes RAM beside the host region;'
-        ' "auto" is "direct" today.',
+        ' otherwise; "buffered" uses the page cache, which is fast while it lasts but takes RAM beside the host region,'
+        ' where what is hot is already; so "auto" is "direct".',
     )
     keep_on_reset: bool = Field(
         default=False,

@@ -8,8 +8,11 @@ Theory of operation
 - What the scheduler thread does for a chunk is a few lines of loops over plain objects: with a thousand of them in a
   job, microseconds count.
 - Several engines may share the directory, so not being in the index means "not known": the question goes to the lookup
-  lane, one batch a scheduling pass, and the answer is there by the next. A scan in the background fills the index
-  after a start; right after it, and always in a private generation, an unknown key is a miss at once.
+  lane, one batch a scheduling pass, and the answer is there by the next. Scans in the background fill the index after a
+  start and keep it true to what others do; right after one, and always in a private generation, an unknown key is a
+  miss at once.
+- The capacity bounds the whole root: the index may use what is not elsewhere in it. A file's victims are chosen when it
+  is submitted and unlinked before it is written. A device that is full before that lowers the bound for a while.
 - `reset` leaves the shared directory as it is and goes on in a private one, which nobody else reads and which is
   removed at shutdown (by the next start, if the process is killed).
 - Whatever the filesystem does ends as a failed or missed chunk and a counter.
@@ -469,7 +472,8 @@ class FsTier(SecondaryTierManager):
             self._rescan_at = self._clock() + RESCAN_SECONDS
             return
         self._scanned = True
-        self._complete_until = message.started + self.settings.share_refresh
+        if not self._in_use.private:
+            self._complete_until = message.started + self.settings.share_refresh
         self._rescan_at = self._clock() + max(self.settings.scan_period, SCAN_PAUSE * message.seconds)
         self._set_elsewhere(message.elsewhere)
 
