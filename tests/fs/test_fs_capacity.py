@@ -180,20 +180,28 @@ def test_a_directory_of_somebody_else_that_cannot_be_read_stops_nothing(tmp_path
 
 
 def test_what_changes_during_a_scan_is_believed_over_it(tmp_path: Path) -> None:
-    """The scan has seen files that are evicted before its messages come, and has not seen one that is stored."""
+    """Chunks go before the scan lists the directory and come again after it. Mutation: `_changed` is not kept."""
     background = HandLane()
     keys, late = keys_of("a", 4), keys_of("b", 2)
     bench = Bench(tmp_path, capacity=4 * FRAME, lanes=inline_lanes(background=background))
     background.run_all()
     bench.tier.on_schedule_end()
     store_as(bench, "a", keys)
+
+    def evict_some(_: object) -> None:
+        bench.files.rules.clear()
+        store_as(bench, "b", late)
+
     bench.clock.now += 61
     bench.tier.on_schedule_end()
-    background.run_all()  # its messages wait for the end of the next pass
-    store_as(bench, "b", late)
+    bench.files.rules["listdir"] = evict_some
+    background.run_all()
+    assert [bench.path(key).exists() for key in keys] == [True, True, False, False]
+    store_as(bench, "c", keys[2:])
     bench.tier.on_schedule_end()
+    there = [key for key in (*keys, *late) if bench.path(key).exists()]
+    assert bench.tier.lookup(there, REQ) == [HIT] * 4
     assert bench.stat(USED) == bytes_in(tmp_path) == 4 * FRAME
-    assert bench.tier.lookup([*late, *keys[2:]], REQ) == [HIT, HIT, MISS, MISS]
     bench.assert_idle()
 
 
@@ -280,6 +288,9 @@ def test_no_more_is_written_in_a_day_than_may_be(tmp_path: Path) -> None:
     bench.files.fail("pwritev", 5)
     assert store_as(bench, "b", keys_of("b", 1)) == 0
     bench.files.rules.clear()
+    Bench(tmp_path, engine_id="other").store(keys_of("d", 1))
+    bench.clock.now += 30
+    assert store_as(bench, "d", keys_of("d", 1)) == 1, "nothing had to be written"
     assert store_as(bench, "c", keys_of("c", 2)) == 1
     bench.assert_idle()
 

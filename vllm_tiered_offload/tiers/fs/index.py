@@ -80,7 +80,8 @@ class KeyIndex:
         # Request -> its access, from its first use of a key until it ends.
         self._accesses: dict[str, int] = {}
         self._last_access = 0
-        # What came or went since a scan began, which knows it only as it was then; None while there is no scan.
+        # What came since a scan began, and what was taken away without ever having been known: of these the scan knows
+        # only as it was. What was known and went needs no note, for the scan tells of news. None while there is none.
         self._changed: set[OffloadKey] | None = None
 
     # Questions
@@ -338,8 +339,6 @@ class KeyIndex:
     def _vanish(self, key: OffloadKey) -> int:
         """Its bytes, which are still to be taken from those used."""
         self.present.discard(key)
-        if self._changed is not None:
-            self._changed.add(key)
         return self._odd.pop(key, self._frame_bytes)
 
 

@@ -30,8 +30,9 @@ class ExpiringKeys:
 
     def add(self, keys: Iterable[OffloadKey]) -> None:
         new = dict.fromkeys(keys, self._clock() + self._ttl)
-        for key in self._until.keys() & new.keys():
-            del self._until[key]
+        if not self._until.keys().isdisjoint(new):
+            for key in self._until.keys() & new.keys():
+                del self._until[key]
         self._until.update(new)
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:

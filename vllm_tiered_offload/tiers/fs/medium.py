@@ -78,7 +78,7 @@ class Medium:
 
     def look_up(self, namespace: Namespace, keys: Sequence[OffloadKey], epoch: int) -> Answers:
         """One stat a key. A file that cannot be seen counts as absent."""
-        answers = Answers(epoch, dict.fromkeys(keys))
+        answers, absent = Answers(epoch, keys, absent=keys), []
         try:
             namespace.check()
         except (OSError, NamespaceError) as error:
@@ -86,12 +86,16 @@ class Medium:
             answers.problem = str(error) if isinstance(error, NamespaceError) else None
             return answers
         for key in keys:
-            if self.stop.is_set():
-                break
+            size = None
             try:
-                answers.sizes[key] = self._io.size(namespace, key)
+                size = None if self.stop.is_set() else self._io.size(namespace, key)
             except OSError as error:
                 answers.fault = classify(error)
+            if size is None:
+                absent.append(key)
+            else:
+                answers.found.append((key, size))
+        answers.absent = absent
         return answers
 
     def scan(self, namespace: Namespace, known: Known, epoch: int) -> Iterator[Found | ScanEnded]:

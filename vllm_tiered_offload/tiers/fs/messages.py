@@ -64,10 +64,12 @@ class Opened:
 
 @dataclass(slots=True)
 class Answers:
-    """A batch of looked-up keys; bytes of the file, or None where there is none or it could not be seen."""
+    """A batch of looked-up keys: each is `found` (key, bytes), or `absent`: there is no file or none could be seen."""
 
     epoch: int
-    sizes: dict[OffloadKey, int | None]
+    asked: Sequence[OffloadKey]
+    found: list[tuple[OffloadKey, int]] = field(default_factory=list)
+    absent: Sequence[OffloadKey] = ()
     fault: Fault | None = None
     problem: str | None = None
 

@@ -224,7 +224,7 @@ class FsTier(SecondaryTierManager):
             self._run(
                 self._lanes.lookup,
                 partial(self._medium.look_up, self._in_use, keys, self._epoch),
-                lambda fault: Answers(self._epoch, dict.fromkeys(keys), fault),
+                lambda fault: Answers(self._epoch, keys, absent=keys, fault=fault),
             )
 
     # Jobs
@@ -459,10 +459,8 @@ class FsTier(SecondaryTierManager):
             self._counters.failed(LOOKUP, message.fault)
         if message.problem is not None:
             self._say(message.problem)
-        found = [(key, size) for key, size in message.sizes.items() if size is not None]
-        self._index.add(found)
-        absent = [key for key, size in message.sizes.items() if size is None] if found else message.sizes
-        self._lookups.answered(message.sizes, absent)
+        self._index.add(message.found)
+        self._lookups.answered(message.asked, message.absent)
 
     def _on_scan_ended(self, message: ScanEnded) -> None:
         if message.problem is not None:
