@@ -269,6 +269,7 @@ def test_a_device_that_is_full_before_the_capacity(
     assert bench.failures("store") == {"no_space": 4, "paused": 2}
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
     bench.clock.now += 61
+    bench.tier.on_schedule_end()
     assert bench.store([*others, *keys_of("new", 4)]).success, "the device may have room again"
     assert bench.stat("tier_bytes_used|tier=fs") == len(chunk_files(tmp_path)) * FRAME == 8 * FRAME
     bench.assert_idle()

@@ -187,9 +187,8 @@ class BlockIo:
             namespace.make_directory_of(path)
             fd = self.files.open(path, flags, FILE_MODE)
         try:
-            if (
-                self.files.info(fd).mode != FILE_MODE
-            ):  # the umask; a chmod that changes nothing still costs a journal entry
+            # Whatever the umask is. A chmod that changes nothing would still be a journal entry.
+            if self.files.info(fd).mode != FILE_MODE:
                 self.files.chmod(fd, FILE_MODE)
         except BaseException:
             self.files.close(fd)

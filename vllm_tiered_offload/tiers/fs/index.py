@@ -113,8 +113,8 @@ class KeyIndex:
 
     def add(self, files: Iterable[tuple[OffloadKey, int]], req_id: str | None = None) -> None:
         """These files are there. What is on its way in or out stays so. `req_id` wanted them, if a request did."""
-        known = (self.present, self.writing, self.leaving)
-        new = {key: size for key, size in files if not any(key in keys for keys in known)}
+        present, writing, leaving = self.present, self.writing, self.leaving
+        new = {key: size for key, size in files if key not in present and key not in writing and key not in leaving}
         self._appear(new.items())
         self._place(list(new), req_id)
 

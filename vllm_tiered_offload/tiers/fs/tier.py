@@ -218,8 +218,11 @@ class FsTier(SecondaryTierManager):
         self._absorb()
         for message in self._inbox.take_bulk(SCANNED_FILES_A_PASS):
             self._receive(message)
-        if self._clock() >= self._rescan_at:
+        now = self._clock()
+        if now >= self._rescan_at:
             self._start_scan()
+        if now >= self._ceiling_until:
+            self._index.ceiling = None
         if keys := self._lookups.take_questions():
             self._run(
                 self._lanes.lookup,
@@ -260,11 +263,8 @@ class FsTier(SecondaryTierManager):
         """Why nothing is stored now, if that is so."""
         if self._closed:
             return Fault.CANCELLED
-        now = self._clock()
-        if now < self._paused_until:
+        if self._clock() < self._paused_until:
             return Fault.PAUSED
-        if now >= self._ceiling_until:
-            self._index.ceiling = None
         if self._index.capacity is not None and not self._scanned:
             return Fault.NOT_READY
         return None
@@ -410,7 +410,7 @@ class FsTier(SecondaryTierManager):
         index = self._index
         if write.fault is Fault.NO_SPACE and index.present and not write.victims:
             # The device has less room than we thought: from now on something goes for whatever comes.
-            index.ceiling = min(index.used, index.used if index.ceiling is None else index.ceiling)
+            index.ceiling = index.used
             self._ceiling_until = self._clock() + CEILING_SECONDS
             self._say(f"{write.problem}; as long as that is so, chunks are evicted to make room", Fault.NO_SPACE)
         else:
