@@ -149,7 +149,8 @@ def restart(root: Path, first_keys: list[OffloadKey], tally: Tally) -> None:
     private = [namespace for namespace in found.namespaces.values() if namespace.owner is not None]
     tally.leftovers += len(found.temporaries) + len(private)
     keys = [OffloadKey(bytes.fromhex(entry.parts[-1])) for entry in chunks(root, fingerprint().digest)]
-    used, held = bench.stat("tier_bytes_used|tier=fs"), len(keys) * (HEADER_BYTES + ROW_BYTES)
+    used = bench.stat("tier_bytes_used|tier=fs") - bench.stat("fs_elsewhere_bytes")
+    held = len(keys) * (HEADER_BYTES + ROW_BYTES)
     if used != held:
         tally.other.append(f"{used} bytes used, {held} held")
     asked = [*keys, *(key for key in first_keys if key not in keys)]
