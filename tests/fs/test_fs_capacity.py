@@ -250,6 +250,10 @@ def test_a_chunk_older_than_the_ttl_is_not_used_and_goes(tmp_path: Path) -> None
     rescan(bench)
     assert not bench.path(older).exists()
     assert bench.stat(USED) == bytes_in(tmp_path) == FRAME
+    bench.files.fail("info", 5)
+    rescan(bench)
+    bench.files.rules.clear()
+    assert bench.tier.lookup([young], REQ) == [HIT], "trouble of the machine says nothing about a file"
     Bench(tmp_path, engine_id="other").store([unknown])
     age([bench.path(unknown)], 101)
     bench.clock.now += 30

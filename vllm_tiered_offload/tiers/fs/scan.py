@@ -104,14 +104,16 @@ class Scan:
         self._gone += known - there
 
     def _is_usable(self, key: OffloadKey, path: str, is_news: bool) -> bool:
-        """Whether the file is there and young enough; takes a note of one that is news."""
+        """Whether the file is there and young enough; takes a note of one that is news. In doubt nothing changes."""
         try:
             found = self._files.info(path)
             if self._ttl is not None and self._now - found.mtime > self._ttl:
                 remove_file(self._files, path)
                 return False
-        except OSError:
+        except FileNotFoundError:
             return False
+        except OSError:
+            return not is_news
         if is_news:
             age = max(1.0, self._now - found.used)
             self._new[int(math.log2(age) * 4)].append((key, found.size))
