@@ -5,8 +5,8 @@
 
 256 rows of 1 MiB and of 4 MiB, as jobs of 64 one after the other (1x64) and as 16 jobs of 16 at once (16x16). Every
 turn measures everything once, in a new order, the disk's queue emptied before each: ours and in-tree with their
-default settings over the same rows, and fio with as many files of the same size (direct, created in the run, 1, 4 and
-16 jobs, its best). What counts are medians of the ratios of one turn: this kind of disk drifts by a third.
+default settings over the same rows, and fio with as many files of the same size (direct, created in the run, with the
+best of 1, 4 and 16 jobs). What counts are medians of the ratios of one turn: this kind of disk drifts by a third.
 
     load       cold: what was written past the page cache, or has been dropped from it
     checksum   wall time of our cold load with the checksum divided by that without it, minus one
@@ -295,7 +295,8 @@ def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
 
 
 def best_fio(seconds: Samples, rw: str) -> list[float]:
-    return list(map(min, *(seconds[f"fio {rw} j{jobs}"] for jobs in FIO_JOBS)))
+    """Turn by turn with the job count that is best in the whole run; the best of each turn would be its luckiest."""
+    return min((seconds[f"fio {rw} j{jobs}"] for jobs in FIO_JOBS), key=statistics.median)
 
 
 @dataclass
