@@ -3,6 +3,8 @@
 import threading
 from dataclasses import dataclass, field
 
+import pytest
+
 from vllm_tiered_offload.tiers.fs.batch import Batch, Report
 from vllm_tiered_offload.tiers.fs.faults import Fault
 from vllm_tiered_offload.tiers.fs.lanes import Lane

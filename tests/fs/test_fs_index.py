@@ -14,8 +14,6 @@ from vllm_tiered_offload.tiers.fs.faults import Fault
 from vllm_tiered_offload.tiers.fs.index import KeyIndex, Write
 from vllm_tiered_offload.tiers.fs.lookups import ExpiringKeys
 
-pytestmark = pytest.mark.fast
-
 UNIT = 4097  # bytes of a file
 
 

@@ -17,8 +17,6 @@ from vllm_tiered_offload.tiers.cpu.tier import CpuTier, CpuTierSettings
 
 from .harness import BLOCK, Half, Request
 
-pytestmark = pytest.mark.fast
-
 COUNTER = "lifecycle_violations_total"
 
 
