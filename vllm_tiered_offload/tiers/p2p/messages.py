@@ -1,0 +1,189 @@
+"""What two engines say to each other: the puller asks, the owner answers.
+
+    puller                                    owner
+    Hello (version, fingerprint, geometry) -> Welcome (epoch), or Refuse and nothing else
+    Lookup (request, round, keys)          -> Found (how many leading keys are promised, and for how long)
+    Fetch (request, round, epoch, parts)   -> one Data a part, each with a frame header and a row behind it
+    Release (request, round)                  no answer
+    Ping (number)                          -> Pong (the same number), from the thread that serves
+                                              Refuse (request, round, reason) instead of any answer
+
+A message is one MessagePack array: its tag, then its fields. Only Data has further parts: the header of
+tiers/block_frame.py, and the row. (request, round) is the puller's own numbering; a round is one question, and rounds
+of one request have nothing to do with each other.
+
+Every message is bounded in size and in the number of what it holds, and read strictly: `decode` gives a message of
+these types with values within these bounds, or raises MessageError and nothing else, whatever the bytes are.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Annotated, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+PROTOCOL_VERSION = 1
+
+MAX_KEYS = 8192
+MAX_KEY_BYTES = 128
+MAX_PARTS = 1024
+MAX_RANKS = 1024
+MAX_MESSAGE_BYTES = MAX_KEYS * (MAX_KEY_BYTES + 3) + 4096
+EPOCH_BYTES = 16
+
+_Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+_Epoch = Annotated[bytes, Meta(min_length=EPOCH_BYTES, max_length=EPOCH_BYTES)]
+_EngineId = Annotated[str, Meta(max_length=256)]
+_Key = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
+_Part = Annotated[int, Meta(ge=0, lt=MAX_KEYS)]
+
+
+class MessageError(ValueError):
+    """The bytes are no message."""
+
+
+class Reason(Enum):
+    """Why the owner does not do what it was asked for."""
+
+    VERSION = "version"  # it speaks another version of the protocol
+    FINGERPRINT = "fingerprint"  # its bytes are other ones
+    GEOMETRY = "geometry"  # its rows have another shape
+    NOT_ALLOWED = "not_allowed"  # the session belongs to another key
+    NO_HELLO = "no_hello"  # something else was said before Hello, or the session is forgotten
+    MALFORMED = "malformed"  # no message, or not one for an owner
+    BUSY = "busy"  # no room for another session or promise now
+    GONE = "gone"  # no such promise: never made, released, or past its deadline
+    STALE = "stale"  # the promise is of an earlier epoch
+    RANGE = "range"  # the promise has no such part
+    REPLAYED = "replayed"  # the part was fetched before
+
+
+class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Base of all messages."""
+
+
+class Hello(_Message, tag="hello", frozen=True):
+    """The first message of a session. `fingerprint` is the digest of the namespace."""
+
+    version: _Number
+    fingerprint: _Digest
+    slot_bytes: Annotated[tuple[_Number, ...], Meta(max_length=MAX_RANKS)]
+    blocks_per_chunk: _Number
+    engine_id: _EngineId
+
+
+class Welcome(_Message, tag="welcome", frozen=True):
+    """The session is open. `epoch` changes with each start and each reset of the owner."""
+
+    epoch: _Epoch
+    engine_id: _EngineId
+
+
+class Lookup(_Message, tag="lookup", frozen=True):
+    """Which leading part of `keys` (prefix order) is there? It is promised along with the answer."""
+
+    request: _Number
+    round: _Number
+    keys: Annotated[tuple[_Key, ...], Meta(min_length=1, max_length=MAX_KEYS)]
+
+
+class Found(_Message, tag="found", frozen=True):
+    """The first `count` keys are pinned until fetched or released, for `seconds` from now at most."""
+
+    request: _Number
+    round: _Number
+    epoch: _Epoch
+    count: _Number
+    seconds: Annotated[float, Meta(ge=0, le=86400)]
+
+
+class Fetch(_Message, tag="fetch", frozen=True):
+    """Send the rows of these parts, which are positions in the keys of the Lookup."""
+
+    request: _Number
+    round: _Number
+    epoch: _Epoch
+    parts: Annotated[tuple[_Part, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+
+
+class Data(_Message, tag="data", frozen=True):
+    """One part. Two more parts of the wire message follow: the frame header and the row."""
+
+    request: _Number
+    round: _Number
+    part: _Part
+
+
+class Release(_Message, tag="release", frozen=True):
+    """Nothing more of this round will be fetched."""
+
+    request: _Number
+    round: _Number
+
+
+class Refuse(_Message, tag="refuse", frozen=True):
+    """Of the whole session where `request` and `round` are 0."""
+
+    request: _Number
+    round: _Number
+    reason: Reason
+
+
+class Ping(_Message, tag="ping", frozen=True):
+    """Is the thread that serves alive?"""
+
+    number: _Number
+
+
+class Pong(_Message, tag="pong", frozen=True):
+    """It is."""
+
+    number: _Number
+
+
+Question: TypeAlias = Hello | Lookup | Fetch | Release | Ping
+"""What a puller says."""
+
+Answer: TypeAlias = Welcome | Found | Data | Refuse | Pong
+"""What an owner says."""
+
+_encoder = msgspec.msgpack.Encoder()
+_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+T = TypeVar("T")
+
+
+def encode(message: Question | Answer) -> bytes:
+    """The first part of the wire message."""
+    return _encoder.encode(message)
+
+
+def decode_question(parts: Sequence[Buffer]) -> Question:
+    """What a puller said, from the parts of a wire message. Raises MessageError for everything else."""
+    if len(parts) != 1:
+        raise MessageError(f"a question of {len(parts)} parts")
+    return _decode(_questions, parts[0])
+
+
+def decode_answer(parts: Sequence[Buffer]) -> Answer:
+    """What an owner said; of Data, what comes in front of header and row. Raises MessageError for everything else."""
+    if not parts:
+        raise MessageError("an answer without parts")
+    answer = _decode(_answers, parts[0])
+    if len(parts) != (3 if isinstance(answer, Data) else 1):
+        raise MessageError(f"{type(answer).__name__} of {len(parts)} parts")
+    return answer
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: Buffer) -> T:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"{len(data)} bytes are too many")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
+        raise MessageError(str(error)) from error
