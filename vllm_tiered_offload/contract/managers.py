@@ -15,7 +15,7 @@ docstring says otherwise.
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from vllm_tiered_offload.contract.fingerprint import Fingerprint
 from vllm_tiered_offload.contract.geometry import RegionGeometry
@@ -139,6 +139,14 @@ class Lease:
     block_ids: tuple[int, ...]
 
 
+class RowLeases(Protocol):
+    """The part of a PrimaryTier that any thread may use. `PrimaryTier` says what the two do."""
+
+    def lease(self, keys: Sequence[OffloadKey]) -> Lease: ...
+
+    def release(self, lease: Lease) -> None: ...
+
+
 class PrimaryTier(OffloadingManager):
     """Owns the rows of the host region.
 
@@ -196,6 +204,13 @@ class SecondaryTierManager(ABC):
 
         `fingerprint` names everything that decides the bytes: what outlives or leaves the process is told apart by it.
         Called once, before any lookup or job.
+        """
+
+    def bind_leases(self, leases: RowLeases) -> None:
+        """The primary tier's leases, for a tier that hands out rows while the scheduler thread sleeps.
+
+        Called once, after bind_region. A lease pins whatever key is resident: it is the tier's part to hand out only
+        chunks that were offered to it, because others may not leave the process (`ReqContext.memory_only`).
         """
 
     @abstractmethod

@@ -169,6 +169,7 @@ class TieringOffloadingManager(OffloadingManager):
         rows = region.rows()
         for guard in self.guards:
             guard.bind_region(rows, region.geometry, self._announcement.fingerprint)
+            guard.bind_leases(self.primary)
             if self._reset_when_ready:
                 guard.reset(self._limits.drain_timeout)
         self._tiers_ready = True

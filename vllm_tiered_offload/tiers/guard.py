@@ -34,7 +34,7 @@ from vllm_tiered_offload.contract.jobs import (
     RequestOffloadingContext,
 )
 from vllm_tiered_offload.contract.keys import OffloadKey
-from vllm_tiered_offload.contract.managers import ResidencyEvent, SecondaryTierManager
+from vllm_tiered_offload.contract.managers import ResidencyEvent, RowLeases, SecondaryTierManager
 from vllm_tiered_offload.contract.seams import Clock, monotonic
 
 logger = logging.getLogger(__name__)
@@ -242,6 +242,9 @@ class TierGuard:
 
     def bind_region(self, rows: Sequence[memoryview], geometry: RegionGeometry, fingerprint: Fingerprint) -> None:
         self._call("bind_region", self.tier.bind_region, rows, geometry, fingerprint)
+
+    def bind_leases(self, leases: RowLeases) -> None:
+        self._call("bind_leases", self.tier.bind_leases, leases)
 
     def take_events(self) -> list[ResidencyEvent]:
         return self._call("take_events", self.tier.take_events) or []
