@@ -1,0 +1,256 @@
+"""Promises to peers: pinned until fetched, released or expired; everything else is refused (cases 57 and 58)."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from vllm_tiered_offload import OffloadKey, RegionGeometry, ReqContext
+from vllm_tiered_offload.testing.fakes.seams import ManualClock
+from vllm_tiered_offload.tiers.cpu.tier import CpuTier, CpuTierSettings
+from vllm_tiered_offload.tiers.p2p.leases import PromisedRow, PromiseLimits, Promises
+from vllm_tiered_offload.tiers.p2p.messages import Fetch, Found, Lookup, Reason, Refuse
+
+pytestmark = pytest.mark.fast
+
+PEER, OTHER = b"peer", b"other"
+ROWS = 8
+
+
+def keys(count: int, name: str = "k") -> list[OffloadKey]:
+    return [OffloadKey(f"{name}{index}".encode()) for index in range(count)]
+
+
+class World:
+    """A primary tier with chunks k0 .. k5 in it, and the promises over it."""
+
+    def __init__(self, seconds: float = 10.0, rows: int = ROWS, promises: int = 4) -> None:
+        self.clock = ManualClock()
+        self.primary = CpuTier(CpuTierSettings(capacity=ROWS * 4096), strict=True)
+        self.primary.bind_region(RegionGeometry(ROWS, (4096,), 1))
+        self.req = ReqContext("r")
+        self.primary.on_new_request(self.req)
+        self.primary.complete_store(self.primary.prepare_store(keys(6), self.req))
+        self.shared: set[OffloadKey] = set(keys(6))
+        self.promises = Promises(self.primary, self.shared, PromiseLimits(seconds, rows, promises), clock=self.clock)
+
+    @property
+    def pinned(self) -> int:
+        return int(self.primary.get_stats()["rows_pinned"])
+
+    def ask(self, count: int, round_: int = 1, request: int = 1, peer: bytes = PEER) -> Found:
+        found = self.promises.make(peer, Lookup(request, round_, tuple(keys(count))))
+        assert isinstance(found, Found)
+        return found
+
+    def fetch(
+        self, *parts: int, round_: int = 1, request: int = 1, peer: bytes = PEER, epoch: bytes = b""
+    ) -> list[PromisedRow] | Reason:
+        wanted = Fetch(request, round_, epoch or self.promises.epoch, parts)
+        answer = self.promises.fetch(peer, wanted)
+        self.promises.fetched(peer, request, round_)
+        self.promises.check()
+        return answer.reason if isinstance(answer, Refuse) else answer
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.promises.check()
+    world.promises.reset()
+    assert world.pinned == world.promises.num_rows == len(world.promises) == 0
+    world.primary.on_request_finished(world.req)
+    world.primary.check()
+
+
+def test_the_leading_part_that_is_there_is_promised(world: World) -> None:
+    found = world.ask(8)
+    assert (found.count, found.seconds, found.epoch) == (6, 10.0, world.promises.epoch)
+    assert world.pinned == 6
+
+
+def test_what_may_not_leave_is_not_promised(world: World) -> None:
+    """Case 46's other side: a chunk that is resident, but was never offered to the tier, ends the promise.
+
+    Made to fail by leasing `lookup.keys` as they are.
+    """
+    world.shared.remove(keys(3)[2])
+    assert world.ask(6).count == 2
+    world.shared.clear()
+    assert world.ask(6, round_=2).count == 0
+    assert world.pinned == 2
+
+
+def test_a_promise_ends_with_its_last_part(world: World) -> None:
+    world.ask(3)
+    rows = world.fetch(0, 2)
+    assert isinstance(rows, list)
+    assert [(row.part, row.key) for row in rows] == [(0, b"k0"), (2, b"k2")]
+    assert world.pinned == 3
+    world.fetch(1)
+    assert world.pinned == 0
+    assert world.fetch(1) is Reason.GONE
+
+
+def test_case_57_a_late_fetch_is_refused_and_nothing_stays_pinned() -> None:
+    """Case 57: a fetch 61 s after the promise. Made to fail by `expire` that keeps the last one, and by a fetch that
+    does not expire first."""
+    world = World(seconds=60.0)
+    world.ask(4)
+    world.clock.advance(59.0)
+    assert isinstance(world.fetch(0), list)
+    assert world.promises.next_deadline == 60.0
+    world.clock.advance(2.0)
+    assert world.fetch(1) is Reason.GONE
+    assert world.pinned == 0
+    assert world.promises.next_deadline is None
+    assert world.promises.num_expired == 1
+
+
+def test_case_57_the_deadline_alone_unpins(world: World) -> None:
+    world.ask(4)
+    world.ask(2, round_=2)
+    world.clock.advance(10.0)
+    world.promises.expire()
+    assert world.pinned == 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "epoch", "reason"),
+    [
+        ((3,), b"", Reason.RANGE),
+        ((0, 8000), b"", Reason.RANGE),
+        ((1, 1), b"", Reason.REPLAYED),
+        ((0,), b"e" * 16, Reason.STALE),
+    ],
+)
+def test_a_fetch_of_what_was_not_promised(world: World, parts: tuple[int, ...], epoch: bytes, reason: Reason) -> None:
+    """It is refused whole and changes nothing: the right fetch still gets its rows."""
+    world.ask(3)
+    assert world.fetch(*parts, epoch=epoch) is reason
+    assert isinstance(world.fetch(0, 1, 2), list)
+
+
+def test_a_replayed_fetch_is_refused(world: World) -> None:
+    """Also where only one of its parts was fetched before, and that part's row may be another chunk's soon."""
+    world.ask(3)
+    assert isinstance(world.fetch(0), list)
+    assert world.fetch(0) is Reason.REPLAYED
+    assert world.fetch(1, 0) is Reason.REPLAYED
+    assert isinstance(world.fetch(1), list)
+
+
+def test_a_promise_is_its_peers_own(world: World) -> None:
+    world.ask(3)
+    assert world.fetch(0, peer=OTHER) is Reason.GONE
+    assert world.fetch(0, request=2) is Reason.GONE
+    world.promises.release(OTHER, 1, 1)
+    assert isinstance(world.fetch(0), list)
+
+
+def test_a_fetch_from_before_a_reset_is_stale(world: World) -> None:
+    """The same numbers mean another promise after it."""
+    old = world.ask(3)
+    world.promises.reset()
+    assert world.pinned == 0
+    world.ask(3)
+    assert world.fetch(0, epoch=old.epoch) is Reason.STALE
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_case_58_overlapping_rounds_are_independent(world: World, order: tuple[int, int]) -> None:
+    """Case 58: two rounds of one request, ended in both orders. Made to fail by telling promises apart by request."""
+    world.ask(2, round_=1)
+    world.ask(4, round_=2)
+    sizes = {1: 2, 2: 4}
+    first, second = order
+    assert isinstance(world.fetch(*range(sizes[first]), round_=first), list)
+    assert world.fetch(0, round_=first) is Reason.GONE
+    assert world.pinned == sizes[second]
+    assert isinstance(world.fetch(*range(sizes[second]), round_=second), list)
+    assert world.pinned == 0
+
+
+def test_case_58_the_end_of_one_round_leaves_the_other(world: World) -> None:
+    world.ask(4, round_=1)
+    world.ask(4, round_=2)
+    world.promises.release(PEER, 1, 1)
+    assert world.fetch(0, round_=1) is Reason.GONE
+    assert isinstance(world.fetch(0, 1, 2, 3, round_=2), list)
+
+
+def test_a_round_that_is_asked_again_has_one_promise(world: World) -> None:
+    world.ask(4)
+    world.ask(2)
+    assert world.promises.num_rows == 2
+    assert world.fetch(3) is Reason.RANGE
+
+
+def test_rows_and_promises_are_bounded() -> None:
+    """Made to fail by leaving either bound out."""
+    world = World(rows=5, promises=3)
+    assert world.ask(3, round_=1).count == 3
+    assert world.ask(3, round_=2, peer=OTHER).count == 2
+    assert world.promises.make(PEER, Lookup(1, 3, tuple(keys(1)))) == Refuse(1, 3, Reason.BUSY)
+    world.promises.drop_peer(PEER)
+    for round_ in (4, 5, 6):
+        assert world.ask(1, round_=round_).count == 1
+    world.promises.drop_peer(OTHER)
+    assert world.promises.make(PEER, Lookup(1, 7, tuple(keys(1)))) == Refuse(1, 7, Reason.BUSY)
+    assert world.ask(2, round_=7, peer=OTHER).count == 2
+    world.promises.check()
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever peers do in whatever order: no row is handed out that is not pinned, none stays pinned for nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(seconds=5.0, rows=7, promises=3)
+
+    peers, requests, rounds = st.sampled_from([PEER, OTHER]), st.integers(1, 2), st.integers(1, 2)
+
+    @rule(peer=peers, request=requests, round_=rounds, count=st.integers(1, 8))
+    def ask(self, peer: bytes, request: int, round_: int, count: int) -> None:
+        self.world.promises.make(peer, Lookup(request, round_, tuple(keys(count))))
+
+    @rule(peer=peers, request=requests, round_=rounds, parts=st.lists(st.integers(0, 7), min_size=1, max_size=4))
+    def fetch(self, peer: bytes, request: int, round_: int, parts: list[int]) -> None:
+        rows = self.world.promises.fetch(peer, Fetch(request, round_, self.world.promises.epoch, tuple(parts)))
+        if isinstance(rows, list):
+            for row in rows:
+                assert self.world.primary._leases.is_held(row.row)
+                assert self.world.primary._leases.readable[row.key] == row.row
+        self.world.promises.fetched(peer, request, round_)
+
+    @rule(peer=peers, request=requests, round_=rounds)
+    def release(self, peer: bytes, request: int, round_: int) -> None:
+        self.world.promises.release(peer, request, round_)
+
+    @rule(peer=peers)
+    def drop(self, peer: bytes) -> None:
+        self.world.promises.drop_peer(peer)
+
+    @rule(seconds=st.floats(0, 6))
+    def wait(self, seconds: float) -> None:
+        self.world.clock.advance(seconds)
+        self.world.promises.expire()
+        deadline = self.world.promises.next_deadline
+        assert deadline is None or self.world.clock() < deadline <= self.world.clock() + 5.0
+
+    @rule()
+    def reset(self) -> None:
+        self.world.promises.reset()
+        assert self.world.pinned == 0
+
+    @invariant()
+    def holds(self) -> None:
+        self.world.promises.check()
+        assert (self.world.promises.num_rows == 0) == (self.world.pinned == 0)
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
