@@ -26,7 +26,7 @@ def keys(count: int, name: str = "k") -> list[OffloadKey]:
 class World:
     """A primary tier with chunks k0 .. k5 in it, and the promises over it."""
 
-    def __init__(self, seconds: float = 10.0, rows: int = ROWS, promises: int = 4) -> None:
+    def __init__(self, seconds: float = 10.0, rows: int = ROWS, promises: int = 4, rows_a_peer: int = ROWS) -> None:
         self.clock = ManualClock()
         self.primary = CpuTier(CpuTierSettings(capacity=ROWS * 4096), strict=True)
         self.primary.bind_region(RegionGeometry(ROWS, (4096,), 1))
@@ -34,7 +34,9 @@ class World:
         self.primary.on_new_request(self.req)
         self.primary.complete_store(self.primary.prepare_store(keys(6), self.req))
         self.shared: set[OffloadKey] = set(keys(6))
-        self.promises = Promises(self.primary, self.shared, PromiseLimits(seconds, rows, promises), clock=self.clock)
+        self.promises = Promises(
+            self.primary, self.shared, PromiseLimits(seconds, rows, rows_a_peer, promises), clock=self.clock
+        )
 
     @property
     def pinned(self) -> int:
@@ -204,12 +206,20 @@ def test_rows_and_promises_are_bounded() -> None:
     world.promises.check()
 
 
+def test_one_peer_does_not_take_all() -> None:
+    """Made to fail by leaving `rows_a_peer` out."""
+    world = World(rows_a_peer=4)
+    assert world.ask(6).count == 4
+    assert world.promises.make(PEER, Lookup(1, 2, tuple(keys(1)))) == Refuse(1, 2, Reason.BUSY)
+    assert world.ask(6, peer=OTHER).count == 4
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Whatever peers do in whatever order: no row is handed out that is not pinned, none stays pinned for nobody."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(seconds=5.0, rows=7, promises=3)
+        self.world = World(seconds=5.0, rows=7, promises=3, rows_a_peer=5)
 
     peers, requests, rounds = st.sampled_from([PEER, OTHER]), st.integers(1, 2), st.integers(1, 2)
 

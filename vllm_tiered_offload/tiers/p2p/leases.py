@@ -8,7 +8,7 @@
   was promised (range) is refused whole, and nothing about the promise changes.
 - Nothing is pinned beyond its deadline: whoever owns this calls `expire` at `next_deadline`, and every `make` and
   `fetch` does so first. All promises are made for the same time, so they end in the order in which they were made.
-- What is promised is bounded: rows for all peers together, promises for each.
+- What is promised is bounded: rows for all peers together, rows and promises for each, so that none takes all.
 - Only keys in `shared` are promised. A lease would pin whatever is resident, and not all of it may leave (D5).
 
 No I/O; one thread owns it. The leases themselves may be taken and released on any thread.
@@ -53,11 +53,12 @@ class _Promise:
 
 @dataclass(frozen=True, slots=True)
 class PromiseLimits:
-    """`seconds` that a promise holds, `rows` promised to all peers together, `promises` made to one peer."""
+    """`seconds` that a promise holds, `rows` for all peers together, `rows_a_peer` and `promises_a_peer` for one."""
 
     seconds: float
     rows: int
-    promises: int = 256
+    rows_a_peer: int
+    promises_a_peer: int = 256
 
 
 class Promises:
@@ -83,8 +84,9 @@ class Promises:
         self._open: dict[_PromiseId, _Promise] = {}
         # Rows of all open promises together; a row that was promised twice counts twice.
         self.num_rows = 0
-        # Open promises of each peer, never 0.
-        self._of_peer: Counter[PeerId] = Counter()
+        # Open promises of each peer, and their rows; never 0.
+        self._promises_of: Counter[PeerId] = Counter()
+        self._rows_of: Counter[PeerId] = Counter()
         self.num_expired = 0  # promises that reached their deadline, since the start
 
     def __len__(self) -> int:
@@ -102,17 +104,19 @@ class Promises:
         """
         self.expire()
         self._end(_PromiseId(peer, lookup.request, lookup.round))
-        room = self._limits.rows - self.num_rows
-        if room <= 0 or self._of_peer[peer] >= self._limits.promises:
+        limits = self._limits
+        room = min(limits.rows - self.num_rows, limits.rows_a_peer - self._rows_of.get(peer, 0))
+        if room <= 0 or self._promises_of[peer] >= limits.promises_a_peer:
             return Refuse(lookup.request, lookup.round, Reason.BUSY)
         keys = [OffloadKey(key) for key in takewhile(self._shared.__contains__, lookup.keys[:room])]
         lease = self._leases.lease(keys)
         if lease.keys:
             identity = _PromiseId(peer, lookup.request, lookup.round)
-            self._open[identity] = _Promise(lease, self._clock() + self._limits.seconds)
-            self._of_peer[peer] += 1
+            self._open[identity] = _Promise(lease, self._clock() + limits.seconds)
+            self._promises_of[peer] += 1
+            self._rows_of[peer] += len(lease.keys)
             self.num_rows += len(lease.keys)
-        return Found(lookup.request, lookup.round, self.epoch, len(lease.keys), self._limits.seconds)
+        return Found(lookup.request, lookup.round, self.epoch, len(lease.keys), limits.seconds)
 
     def fetch(self, peer: PeerId, fetch: Fetch) -> list[PromisedRow] | Refuse:
         """The rows of all these parts, or why there is none. Call `fetched` once their bytes were copied."""
@@ -173,9 +177,10 @@ class Promises:
         if promise is None:
             return
         self.num_rows -= len(promise.lease.keys)
-        self._of_peer[identity.peer] -= 1
-        if not self._of_peer[identity.peer]:
-            del self._of_peer[identity.peer]
+        self._rows_of[identity.peer] -= len(promise.lease.keys)
+        self._promises_of[identity.peer] -= 1
+        if not self._promises_of[identity.peer]:
+            del self._promises_of[identity.peer], self._rows_of[identity.peer]
         self._leases.release(promise.lease)
 
     def check(self) -> None:
@@ -183,6 +188,7 @@ class Promises:
         promises = list(self._open.values())
         assert self.num_rows == sum(len(promise.lease.keys) for promise in promises) <= self._limits.rows
         assert [promise.deadline for promise in promises] == sorted(promise.deadline for promise in promises)
-        assert Counter(identity.peer for identity in self._open) == self._of_peer
-        assert all(count > 0 for count in self._of_peer.values())
+        assert Counter(identity.peer for identity in self._open) == self._promises_of
+        assert all(0 < rows <= self._limits.rows_a_peer for rows in self._rows_of.values())
+        assert self._rows_of.total() == self.num_rows
         assert all(promise.fetched < set(range(len(promise.lease.keys))) for promise in promises)

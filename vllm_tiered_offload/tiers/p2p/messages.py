@@ -27,7 +27,7 @@ PROTOCOL_VERSION = 1
 
 MAX_KEYS = 8192
 MAX_KEY_BYTES = 128
-MAX_PARTS = 1024
+MAX_PARTS = 32  # of one Fetch; what one peer has been sent and has not read is bounded by it
 MAX_RANKS = 1024
 MAX_MESSAGE_BYTES = MAX_KEYS * (MAX_KEY_BYTES + 3) + 4096
 EPOCH_BYTES = 16

@@ -1,0 +1,122 @@
+"""What the tests of the peer tier are made of: an engine with chunks in memory, and a puller that says anything."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from vllm_tiered_offload import Fingerprint, OffloadKey, RegionGeometry, ReqContext
+from vllm_tiered_offload.testing.conformance.material import content, keys_of, make_fingerprint, make_rows
+from vllm_tiered_offload.tiers.cpu.tier import CpuTier, CpuTierSettings
+from vllm_tiered_offload.tiers.p2p.leases import PromiseLimits, Promises
+from vllm_tiered_offload.tiers.p2p.messages import Answer, Hello, Question, decode_answer, encode
+from vllm_tiered_offload.tiers.p2p.server import PeerServer
+from vllm_tiered_offload.tiers.p2p.serving import Owner, greeting
+from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
+
+ROW = 4096
+PATIENCE = 10.0
+FINGERPRINT = make_fingerprint()
+
+__all__ = ["content", "keys_of"]
+
+
+def wait_until(done: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE:g} s"
+        time.sleep(0.005)
+
+
+class Memory:
+    """An engine's primary tier and rows. Whoever puts chunks in is its scheduler thread."""
+
+    def __init__(self, rows: int = 16, row_bytes: int = ROW) -> None:
+        self.geometry = RegionGeometry(rows, (row_bytes,), 1)
+        self.rows = make_rows(self.geometry)
+        self.primary = CpuTier(CpuTierSettings(capacity=self.geometry.total_bytes), strict=True)
+        self.primary.bind_region(self.geometry)
+        self.req = ReqContext("owner")
+        self.primary.on_new_request(self.req)
+
+    def put(self, keys: Sequence[OffloadKey], salt: str = "") -> None:
+        prepared = self.primary.prepare_store(list(keys), self.req)
+        assert prepared.keys == tuple(keys)
+        for key, row in zip(prepared.keys, prepared.block_ids, strict=True):
+            self.rows[row][:] = content(key, self.geometry.row_bytes, salt)
+        self.primary.complete_store(prepared)
+
+    @property
+    def pinned(self) -> int:
+        return int(self.primary.get_stats()["rows_pinned"])
+
+
+class Serving:
+    """An engine that serves. `shared` are the keys that may leave."""
+
+    def __init__(self, memory: Memory | None = None, *, fingerprint: Fingerprint = FINGERPRINT, **settings: object):
+        self.memory = memory or Memory()
+        self.settings = P2pTierSettings.model_validate(settings)
+        self.shared: set[OffloadKey] = set()
+        self.own = greeting(fingerprint, self.memory.geometry, "owner")
+        rows = self.memory.geometry.num_rows
+        limits = PromiseLimits(self.settings.lease_seconds, rows, rows // 2)
+        self.owner = Owner(self.own, Promises(self.memory.primary, self.shared, limits))
+        self.server = PeerServer(self.settings, self.own, self.owner, self.memory.rows)
+        self.server.start()
+        assert self.server.is_open.wait(PATIENCE)
+
+    @property
+    def port(self) -> int:
+        assert self.server.port is not None
+        return self.server.port
+
+    def put(self, keys: Sequence[OffloadKey]) -> None:
+        self.memory.put(keys)
+        self.shared.update(keys)
+
+    def close(self) -> None:
+        assert self.server.stop(PATIENCE)
+        assert self.memory.pinned == 0
+
+
+class Puller:
+    """A peer that says what the test says."""
+
+    def __init__(self, port: int, **options: bytes) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        for name, value in options.items():
+            setattr(self.socket, name, value)
+        self.socket.connect(f"tcp://127.0.0.1:{port}")
+
+    def say(self, question: Question) -> None:
+        self.socket.send(encode(question))
+
+    def hear(self, seconds: float = PATIENCE) -> tuple[Answer, list[bytes]] | None:
+        """The next answer and what follows it; None where none comes."""
+        if not self.socket.poll(int(seconds * 1000)):
+            return None
+        parts = self.socket.recv_multipart()
+        return decode_answer(parts), parts[1:]
+
+    def ask(self, question: Question) -> Answer:
+        """One round trip."""
+        self.say(question)
+        heard = self.hear()
+        assert heard is not None, f"no answer to {question}"
+        return heard[0]
+
+    def greet(self, hello: Hello) -> Answer:
+        return self.ask(hello)
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+def cpu_seconds(thread_name: str) -> float:
+    """CPU time of a live thread of this process."""
+    [thread] = [thread for thread in threading.enumerate() if thread.name == thread_name]
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
