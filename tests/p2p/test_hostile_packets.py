@@ -59,7 +59,7 @@ def check_healthy(serving: Serving) -> None:
         assert isinstance(puller.greet(serving.own), Welcome)
         found = puller.ask(Lookup(1, 1, tuple(KEYS)))
         assert isinstance(found, Found)
-        assert found.count == len(KEYS)
+        assert len(found.parts) == len(KEYS)
         puller.ask(Fetch(1, 1, found.epoch, (0,)))
         puller.say(Release(1, 1))
         assert puller.ask(Ping(1)) == Pong(1)

@@ -51,7 +51,7 @@ questions: st.SearchStrategy[Question] = st.one_of(
 )
 answers: st.SearchStrategy[Answer] = st.one_of(
     st.builds(Welcome, epochs, names),
-    st.builds(Found, numbers, numbers, epochs, numbers, st.floats(0, 86400)),
+    st.builds(Found, numbers, numbers, epochs, st.lists(parts, max_size=8).map(tuple), st.floats(0, 86400)),
     st.builds(Data, numbers, numbers, parts),
     st.builds(Refuse, numbers, numbers, st.sampled_from(Reason)),
     st.builds(Pong, numbers),
@@ -162,10 +162,10 @@ def test_question_beyond_a_bound_is_refused(beyond: Question) -> None:
 @pytest.mark.parametrize(
     "beyond",
     [
-        Found(0, 0, EPOCH, 1, float("nan")),
-        Found(0, 0, EPOCH, 1, float("inf")),
-        Found(0, 0, EPOCH, 1, -1.0),
-        Found(0, 0, EPOCH, -1, 1.0),
+        Found(0, 0, EPOCH, (1,), float("nan")),
+        Found(0, 0, EPOCH, (1,), float("inf")),
+        Found(0, 0, EPOCH, (1,), -1.0),
+        Found(0, 0, EPOCH, (-1,), 1.0),
         Data(0, 0, MAX_KEYS),
         Welcome(b"", ""),
     ],

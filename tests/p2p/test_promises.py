@@ -68,22 +68,36 @@ def world() -> Iterator[World]:
     world.primary.check()
 
 
-def test_the_leading_part_that_is_there_is_promised(world: World) -> None:
+def test_what_is_there_is_promised(world: World) -> None:
     found = world.ask(8)
-    assert (found.count, found.seconds, found.epoch) == (6, 10.0, world.promises.epoch)
+    assert (found.parts, found.seconds, found.epoch) == ((0, 1, 2, 3, 4, 5), 10.0, world.promises.epoch)
     assert world.pinned == 6
 
 
 def test_what_may_not_leave_is_not_promised(world: World) -> None:
-    """Case 46's other side: a chunk that is resident, but was never offered to the tier, ends the promise.
+    """Case 46's other side: a chunk that is resident, but was never offered to the tier, is not in it.
 
     Made to fail by leasing `lookup.keys` as they are.
     """
     world.shared.remove(keys(3)[2])
-    assert world.ask(6).count == 2
+    assert world.ask(6).parts == (0, 1, 3, 4, 5)
     world.shared.clear()
-    assert world.ask(6, round_=2).count == 0
-    assert world.pinned == 2
+    assert world.ask(6, round_=2).parts == ()
+    assert world.pinned == 5
+    assert world.fetch(2) is Reason.RANGE
+
+
+def test_what_has_left_memory_is_a_gap(world: World) -> None:
+    """It was offered once and is not resident any more. Made to fail by one lease for all keys."""
+    world.shared.update(keys(8, "gone"))
+    asked = (*keys(2), *keys(1, "gone"), *keys(6)[2:4], *keys(8, "gone")[1:3], keys(6)[5])
+    found = world.promises.make(PEER, Lookup(1, 1, asked))
+    assert isinstance(found, Found)
+    assert found.parts == (0, 1, 3, 4, 7)
+    rows = world.fetch(*found.parts)
+    assert isinstance(rows, list)
+    assert [row.key for row in rows] == [asked[part] for part in found.parts]
+    assert world.pinned == 0
 
 
 def test_a_promise_ends_with_its_last_part(world: World) -> None:
@@ -194,24 +208,24 @@ def test_a_round_that_is_asked_again_has_one_promise(world: World) -> None:
 def test_rows_and_promises_are_bounded() -> None:
     """Made to fail by leaving either bound out."""
     world = World(rows=5, promises=3)
-    assert world.ask(3, round_=1).count == 3
-    assert world.ask(3, round_=2, peer=OTHER).count == 2
+    assert len(world.ask(3, round_=1).parts) == 3
+    assert len(world.ask(3, round_=2, peer=OTHER).parts) == 2
     assert world.promises.make(PEER, Lookup(1, 3, tuple(keys(1)))) == Refuse(1, 3, Reason.BUSY)
     world.promises.drop_peer(PEER)
     for round_ in (4, 5, 6):
-        assert world.ask(1, round_=round_).count == 1
+        assert len(world.ask(1, round_=round_).parts) == 1
     world.promises.drop_peer(OTHER)
     assert world.promises.make(PEER, Lookup(1, 7, tuple(keys(1)))) == Refuse(1, 7, Reason.BUSY)
-    assert world.ask(2, round_=7, peer=OTHER).count == 2
+    assert len(world.ask(2, round_=7, peer=OTHER).parts) == 2
     world.promises.check()
 
 
 def test_one_peer_does_not_take_all() -> None:
     """Made to fail by leaving `rows_a_peer` out."""
     world = World(rows_a_peer=4)
-    assert world.ask(6).count == 4
+    assert len(world.ask(6).parts) == 4
     assert world.promises.make(PEER, Lookup(1, 2, tuple(keys(1)))) == Refuse(1, 2, Reason.BUSY)
-    assert world.ask(6, peer=OTHER).count == 4
+    assert len(world.ask(6, peer=OTHER).parts) == 4
 
 
 class AnyOrder(RuleBasedStateMachine):

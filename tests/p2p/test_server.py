@@ -38,7 +38,7 @@ def test_rows_come_with_their_proof_while_nobody_else_runs(serving: Serving, pul
     """The test is the owner's scheduler thread, and only waits here."""
     found = puller.ask(Lookup(1, 1, tuple(KEYS)))
     assert isinstance(found, Found)
-    assert found.count == len(KEYS)
+    assert len(found.parts) == len(KEYS)
     puller.say(Fetch(1, 1, found.epoch, (1, 0, 5)))
     for part in (1, 0, 5):
         heard = puller.hear()

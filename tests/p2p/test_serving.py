@@ -76,7 +76,7 @@ def test_a_session_from_its_greeting_to_its_last_row(world: World) -> None:
     welcome = world.say(world.hello)
     assert isinstance(welcome, Welcome)
     assert world.say(Ping(7)) == Pong(7)
-    assert world.say(Lookup(1, 1, (*KEYS, b"absent"))) == Found(1, 1, welcome.epoch, 4, 10.0)
+    assert world.say(Lookup(1, 1, (*KEYS, b"absent"))) == Found(1, 1, welcome.epoch, (0, 1, 2, 3), 10.0)
     rows = world.say(Fetch(1, 1, welcome.epoch, (0, 1, 2, 3)))
     assert isinstance(rows, SendRows)
     assert [row.key for row in rows.rows] == KEYS

@@ -16,15 +16,16 @@ No I/O; one thread owns it. The leases themselves may be taken and released on a
 
 import os
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import NamedTuple
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.managers import Lease, RowLeases
 from vllm_tiered_offload.contract.seams import Clock, monotonic
 from vllm_tiered_offload.tiers.p2p.messages import EPOCH_BYTES, Fetch, Found, Lookup, Reason, Refuse
+
+MAX_GAPS = 8  # runs of resident keys that one question is answered with
 
 PeerId = bytes
 """Whom a promise was given to: one session."""
@@ -46,9 +47,10 @@ class _PromiseId(NamedTuple):
 
 @dataclass(slots=True)
 class _Promise:
-    lease: Lease
+    leases: list[Lease]
+    parts: dict[int, PromisedRow]  # all that was promised; the leases' rows
     deadline: float
-    fetched: set[int] = field(default_factory=set)  # parts that were handed out; below len(lease.keys)
+    fetched: set[int] = field(default_factory=set)  # parts that were handed out; not all of `parts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class Promises:
         return next((promise.deadline for promise in self._open.values()), None)
 
     def make(self, peer: PeerId, lookup: Lookup) -> Found | Refuse:
-        """Promise the longest leading part of the keys that is resident and may leave.
+        """Promise those of the keys that are resident and may leave.
 
         A round that is asked again loses its older promise.
         """
@@ -108,15 +110,35 @@ class Promises:
         room = min(limits.rows - self.num_rows, limits.rows_a_peer - self._rows_of.get(peer, 0))
         if room <= 0 or self._promises_of[peer] >= limits.promises_a_peer:
             return Refuse(lookup.request, lookup.round, Reason.BUSY)
-        keys = [OffloadKey(key) for key in takewhile(self._shared.__contains__, lookup.keys[:room])]
-        lease = self._leases.lease(keys)
-        if lease.keys:
+        leases, parts = self._pin(lookup.keys, room)
+        if parts:
             identity = _PromiseId(peer, lookup.request, lookup.round)
-            self._open[identity] = _Promise(lease, self._clock() + limits.seconds)
+            self._open[identity] = _Promise(leases, parts, self._clock() + limits.seconds)
             self._promises_of[peer] += 1
-            self._rows_of[peer] += len(lease.keys)
-            self.num_rows += len(lease.keys)
-        return Found(lookup.request, lookup.round, self.epoch, len(lease.keys), limits.seconds)
+            self._rows_of[peer] += len(parts)
+            self.num_rows += len(parts)
+        return Found(lookup.request, lookup.round, self.epoch, tuple(parts), limits.seconds)
+
+    def _pin(self, keys: Sequence[bytes], room: int) -> tuple[list[Lease], dict[int, PromisedRow]]:
+        """Lease what is there, up to `room` rows.
+
+        A lease ends at the first key that is not resident. Few keys that were offered are not, so the rest is tried
+        again, at most MAX_GAPS times.
+        """
+        wanted = [(part, OffloadKey(key)) for part, key in enumerate(keys) if key in self._shared]
+        leases: list[Lease] = []
+        parts: dict[int, PromisedRow] = {}
+        for _ in range(MAX_GAPS):
+            wanted = wanted[: room - len(parts)]
+            if not wanted:
+                break
+            lease = self._leases.lease([key for _, key in wanted])
+            if lease.keys:
+                leases.append(lease)
+            for (part, key), row in zip(wanted, lease.block_ids, strict=False):
+                parts[part] = PromisedRow(part, key, row)
+            wanted = wanted[len(lease.keys) + 1 :]
+        return leases, parts
 
     def fetch(self, peer: PeerId, fetch: Fetch) -> list[PromisedRow] | Refuse:
         """The rows of all these parts, or why there is none. Call `fetched` once their bytes were copied."""
@@ -126,15 +148,14 @@ class Promises:
         if promise is None or reason is not None:
             return Refuse(fetch.request, fetch.round, reason or Reason.GONE)
         promise.fetched.update(fetch.parts)
-        lease = promise.lease
-        return [PromisedRow(part, lease.keys[part], lease.block_ids[part]) for part in fetch.parts]
+        return [promise.parts[part] for part in fetch.parts]
 
     def _objection(self, promise: _Promise | None, fetch: Fetch) -> Reason | None:
         if fetch.epoch != self.epoch:
             return Reason.STALE
         if promise is None:
             return Reason.GONE
-        if max(fetch.parts) >= len(promise.lease.keys):
+        if not promise.parts.keys() >= set(fetch.parts):
             return Reason.RANGE
         if len(set(fetch.parts)) != len(fetch.parts) or not promise.fetched.isdisjoint(fetch.parts):
             return Reason.REPLAYED
@@ -144,7 +165,7 @@ class Promises:
         """What was fetched of this round has been copied: a promise without open parts ends."""
         identity = _PromiseId(peer, request, round_)
         promise = self._open.get(identity)
-        if promise is not None and len(promise.fetched) == len(promise.lease.keys):
+        if promise is not None and len(promise.fetched) == len(promise.parts):
             self._end(identity)
 
     def release(self, peer: PeerId, request: int, round_: int) -> None:
@@ -176,19 +197,20 @@ class Promises:
         promise = self._open.pop(identity, None)
         if promise is None:
             return
-        self.num_rows -= len(promise.lease.keys)
-        self._rows_of[identity.peer] -= len(promise.lease.keys)
+        self.num_rows -= len(promise.parts)
+        self._rows_of[identity.peer] -= len(promise.parts)
         self._promises_of[identity.peer] -= 1
         if not self._promises_of[identity.peer]:
             del self._promises_of[identity.peer], self._rows_of[identity.peer]
-        self._leases.release(promise.lease)
+        for lease in promise.leases:
+            self._leases.release(lease)
 
     def check(self) -> None:
         """Assert the invariants beside the declarations. For tests."""
         promises = list(self._open.values())
-        assert self.num_rows == sum(len(promise.lease.keys) for promise in promises) <= self._limits.rows
+        assert self.num_rows == sum(len(promise.parts) for promise in promises) <= self._limits.rows
         assert [promise.deadline for promise in promises] == sorted(promise.deadline for promise in promises)
         assert Counter(identity.peer for identity in self._open) == self._promises_of
         assert all(0 < rows <= self._limits.rows_a_peer for rows in self._rows_of.values())
         assert self._rows_of.total() == self.num_rows
-        assert all(promise.fetched < set(range(len(promise.lease.keys))) for promise in promises)
+        assert all(promise.fetched < promise.parts.keys() for promise in promises)

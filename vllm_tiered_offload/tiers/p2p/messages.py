@@ -2,7 +2,7 @@
 
     puller                                    owner
     Hello (version, fingerprint, geometry) -> Welcome (epoch), or Refuse and nothing else
-    Lookup (request, round, keys)          -> Found (how many leading keys are promised, and for how long)
+    Lookup (request, round, keys)          -> Found (which of the keys are promised, and for how long)
     Fetch (request, round, epoch, parts)   -> one Data a part, each with a frame header and a row behind it
     Release (request, round)                  no answer
     Ping (number)                          -> Pong (the same number), from the thread that serves
@@ -82,7 +82,7 @@ class Welcome(_Message, tag="welcome", frozen=True):
 
 
 class Lookup(_Message, tag="lookup", frozen=True):
-    """Which leading part of `keys` (prefix order) is there? It is promised along with the answer."""
+    """Which of these keys are there? They are promised along with the answer."""
 
     request: _Number
     round: _Number
@@ -90,12 +90,12 @@ class Lookup(_Message, tag="lookup", frozen=True):
 
 
 class Found(_Message, tag="found", frozen=True):
-    """The first `count` keys are pinned until fetched or released, for `seconds` from now at most."""
+    """These parts of the Lookup (positions in its keys) are pinned until fetched or released, or `seconds` are over."""
 
     request: _Number
     round: _Number
     epoch: _Epoch
-    count: _Number
+    parts: Annotated[tuple[_Part, ...], Meta(max_length=MAX_KEYS)]
     seconds: Annotated[float, Meta(ge=0, le=86400)]
 
 
