@@ -73,7 +73,7 @@ class P2pTierSettings(Block):
         default=1.0, gt=0, description="Until a peer that owes an answer and says nothing at all is given up."
     )
     lookup_cache: float = Field(
-        default=1.0, ge=0, description="How long it is believed that no peer has a chunk, without asking again."
+        default=1.0, ge=0, description="How long other requests believe that no peer has a chunk, without asking."
     )
     keep_on_reset: bool = Field(
         default=False,

@@ -1,0 +1,358 @@
+"""The puller's state machine, driven by hand: every order of answers, failures and time."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from vllm_tiered_offload import OffloadKey
+from vllm_tiered_offload.testing.fakes.seams import ManualClock
+from vllm_tiered_offload.tiers.p2p.messages import (
+    Answer,
+    Data,
+    Fetch,
+    Found,
+    Hello,
+    Lookup,
+    Ping,
+    Pong,
+    Reason,
+    Refuse,
+    Release,
+    Welcome,
+    encode,
+)
+from vllm_tiered_offload.tiers.p2p.pulling import (
+    FIRST_BACKOFF,
+    WINDOW,
+    Address,
+    Answered,
+    Connect,
+    Disconnect,
+    Instruction,
+    JobEnded,
+    Pulling,
+    PullTimes,
+    Say,
+    Source,
+    Wanted,
+)
+
+pytestmark = pytest.mark.fast
+
+A, B = Address("a", 1), Address("b", 1)
+HELLO = Hello(1, bytes(32), (4096,), 1, "me")
+EPOCH = bytes(16)
+TIMES = PullTimes(lookup=0.5, pull=10.0, silence=1.0)
+
+
+def keys(count: int) -> list[OffloadKey]:
+    return [OffloadKey(f"k{index}".encode()) for index in range(count)]
+
+
+class World:
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.rows: dict[int, bytes] = {}
+        self.pulling = Pulling([A, B], HELLO, self.accept, TIMES, clock=self.clock)
+
+    def accept(self, key: OffloadKey, row: int, header: object, payload: object) -> bool:
+        if payload != b"good":
+            return False
+        self.rows[row] = key
+        return True
+
+    def hear(self, address: Address, answer: Answer, payload: bytes = b"good") -> list[Instruction]:
+        behind = [b"header", payload] if isinstance(answer, Data) else []
+        out = self.pulling.heard(address, [encode(answer), *behind])
+        self.pulling.check()
+        return out
+
+    def ready(self, *addresses: Address, engine: str = "") -> None:
+        """Greeted, with nothing asked."""
+        for number, address in enumerate(addresses):
+            self.pulling.ask(99, number, keys(1), [address])
+            self.hear(address, Welcome(EPOCH, engine or str(address)))
+            self.hear(address, Found(99, number, EPOCH, (), 10.0))
+
+    def found(self, count: int = 4, round_: int = 1, seconds: float = 10.0) -> dict[OffloadKey, Source]:
+        """A question that A answered."""
+        self.pulling.ask(1, round_, keys(count), [A])
+        [answered] = self.hear(A, Found(1, round_, EPOCH, tuple(range(count)), seconds))
+        assert isinstance(answered, Answered)
+        return answered.found
+
+    def pull(self, found: dict[OffloadKey, Source], job_id: int = 1) -> list[Instruction]:
+        rows = [Wanted(key, 100 * job_id + row, source) for row, (key, source) in enumerate(found.items())]
+        return self.pulling.pull(job_id, rows)
+
+    def tick(self, seconds: float) -> list[Instruction]:
+        self.clock.advance(seconds)
+        out = self.pulling.tick()
+        self.pulling.check()
+        return out
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_question_waits_for_the_greeting(world: World) -> None:
+    assert world.pulling.ask(1, 1, keys(2), [A]) == [Connect(A), Say(A, HELLO)]
+    assert world.hear(A, Welcome(EPOCH, "a")) == [Say(A, Lookup(1, 1, tuple(keys(2))))]
+    [answered] = world.hear(A, Found(1, 1, EPOCH, (0,), 10.0))
+    assert answered == Answered(1, 1, {keys(1)[0]: Source(A, 1, 1, 0, EPOCH, 10.0)})
+
+
+def test_the_longer_prefix_wins_and_the_other_is_released(world: World) -> None:
+    """Not the larger number of keys. Made to fail by counting them."""
+    world.ready(A, B)
+    world.pulling.ask(1, 1, keys(5), [A, B])
+    assert world.hear(A, Found(1, 1, EPOCH, (1, 2, 3, 4), 10.0)) == []
+    released, answered = world.hear(B, Found(1, 1, EPOCH, (0, 1), 10.0))
+    assert released == Say(A, Release(1, 1))
+    assert isinstance(answered, Answered)
+    assert list(answered.found) == keys(2)
+
+
+def test_who_has_everything_is_not_kept_waiting_for_the_others(world: World) -> None:
+    world.ready(A, B)
+    world.pulling.ask(1, 1, keys(2), [A, B])
+    assert world.hear(A, Found(1, 1, EPOCH, (0, 1), 10.0))
+    assert world.hear(B, Found(1, 1, EPOCH, (0,), 10.0)) == [Say(B, Release(1, 1))]
+
+
+def test_the_deadline_answers_with_what_there_is(world: World) -> None:
+    world.ready(A, B)
+    world.pulling.ask(1, 1, keys(2), [A, B])
+    world.hear(A, Found(1, 1, EPOCH, (0,), 10.0))
+    assert world.pulling.next_timer == 0.5
+    answered = [step for step in world.tick(0.5) if isinstance(step, Answered)]
+    assert [list(step.found) for step in answered] == [keys(1)]
+
+
+def test_a_peer_that_cannot_be_greeted_is_left_alone_for_a_while(world: World) -> None:
+    world.pulling.ask(1, 1, keys(1), [A])
+    assert world.tick(0.5) == [Answered(1, 1, {}), Disconnect(A)]
+    assert world.pulling.ask(1, 2, keys(1), [A]) == [Answered(1, 2, {})]
+    world.clock.advance(FIRST_BACKOFF)
+    assert world.pulling.ask(1, 3, keys(1), [A]) == [Connect(A), Say(A, HELLO)]
+    world.tick(0.5)
+    world.clock.advance(FIRST_BACKOFF)
+    assert world.pulling.ask(1, 4, keys(1), [A]) == [Answered(1, 4, {})], "the second backoff is longer"
+
+
+def test_rows_come_in_any_order_and_the_job_ends_once(world: World) -> None:
+    world.ready(A)
+    found = world.found(3)
+    assert world.pull(found) == [Say(A, Fetch(1, 1, EPOCH, (0, 1, 2)))]
+    assert world.hear(A, Data(1, 1, 2)) == []
+    assert world.hear(A, Data(1, 1, 2)) == [], "a second copy of a row"
+    assert world.hear(A, Data(1, 1, 0), payload=b"bad") == []
+    assert world.hear(A, Data(1, 1, 1)) == [JobEnded(1, (keys(3)[2], keys(3)[1]), (keys(3)[0],))]
+    assert world.rows == {102: keys(3)[2], 101: keys(3)[1]}
+
+
+def test_no_more_rows_are_owed_than_the_window_holds(world: World) -> None:
+    """Made to fail by asking for all at once."""
+    world.ready(A)
+    [fetch] = world.pull(world.found(3 * WINDOW))
+    assert isinstance(fetch, Say)
+    assert isinstance(fetch.message, Fetch)
+    assert len(fetch.message.parts) == WINDOW
+    steps: list[Instruction] = []
+    for part in range(3 * WINDOW):
+        steps += world.hear(A, Data(1, 1, part))
+    assert isinstance(steps[-1], JobEnded)
+    assert len(steps[-1].good) == 3 * WINDOW
+    assert len(steps) <= 1 + 2 * 2, "rows are asked for in batches"
+
+
+def test_a_silent_peer_is_pinged_and_then_fails_with_all_it_owes(world: World) -> None:
+    """Case 60: a stopped process. Made to fail by waiting for the pull's own deadline."""
+    world.ready(A)
+    world.pull(world.found(2))
+    assert world.tick(0.5) == [Say(A, Ping(0))]
+    world.hear(A, Pong(0))
+    assert world.tick(0.6) == [Say(A, Ping(0))], "it lives, and has the same time again"
+    assert world.tick(0.4) == [Disconnect(A), JobEnded(1, (), ())]
+    assert world.pulling.next_timer is None
+
+
+def test_case_55_all_ports_of_a_dead_engine_fail_at_once(world: World) -> None:
+    """Case 55. Made to fail by failing the lost address alone."""
+    world.ready(A, B, engine="the same")
+    world.pull(world.found(2))
+    assert world.pulling.lost(B) == [Disconnect(B), Disconnect(A), JobEnded(1, (), ())]
+    world.pulling.check()
+    assert world.pulling.ask(1, 5, keys(1), [A, B]) == [Answered(1, 5, {})]
+
+
+def test_case_58_rounds_end_in_any_order(world: World) -> None:
+    """Case 58: round 2's rows come first, and the end of the request waits for both. Made to fail by rows told apart
+    by request and part."""
+    world.ready(A)
+    one, two = world.found(2, round_=1), world.found(2, round_=2)
+    world.pull(one, job_id=1)
+    world.pull(two, job_id=2)
+    assert world.pulling.finish(1) == []
+    world.hear(A, Data(1, 2, 0))
+    assert [type(step) for step in world.hear(A, Data(1, 2, 1))] == [Say, JobEnded]
+    world.hear(A, Data(1, 1, 1))
+    assert [type(step) for step in world.hear(A, Data(1, 1, 0))] == [Say, JobEnded]
+    assert world.rows.keys() == {100, 101, 200, 201}
+
+
+def test_a_promise_that_is_over_is_not_fetched(world: World) -> None:
+    """Case 57: the puller knows it, too."""
+    world.ready(A)
+    found = world.found(2, seconds=3.0)
+    world.clock.advance(3.0)
+    assert world.pull(found) == [JobEnded(1, (), ())]
+
+
+def test_a_refused_fetch_fails_its_round_alone(world: World) -> None:
+    world.ready(A)
+    world.pull(world.found(2, round_=1), job_id=1)
+    world.pull(world.found(2, round_=2), job_id=2)
+    assert world.hear(A, Refuse(1, 1, Reason.GONE)) == [JobEnded(1, (), ())]
+    world.hear(A, Data(1, 2, 0))
+    assert isinstance(world.hear(A, Data(1, 2, 1))[0], JobEnded)
+
+
+def test_a_peer_that_forgot_us_is_greeted_and_asked_again(world: World) -> None:
+    world.ready(A)
+    world.pulling.ask(1, 1, keys(1), [A])
+    assert world.hear(A, Refuse(0, 0, Reason.NO_HELLO)) == [Say(A, HELLO)]
+    assert world.hear(A, Refuse(0, 0, Reason.NO_HELLO)) == []
+    assert world.hear(A, Welcome(EPOCH, "a")) == [Say(A, Lookup(1, 1, tuple(keys(1))))]
+
+
+@pytest.mark.parametrize(
+    "lie", [Found(1, 1, EPOCH, (7,), 1.0), Welcome(EPOCH, "again"), Refuse(0, 0, Reason.FINGERPRINT)]
+)
+def test_a_peer_that_lies_is_dropped(world: World, lie: Answer) -> None:
+    world.ready(A)
+    world.pulling.ask(1, 1, keys(2), [A])
+    assert world.hear(A, lie) == [Disconnect(A), Answered(1, 1, {})]
+
+
+def test_garbage_drops_the_peer(world: World) -> None:
+    world.ready(A)
+    assert world.pulling.heard(A, [b"garbage"]) == [Disconnect(A)]
+    assert world.pulling.heard(A, [b"more"]) == []
+
+
+def test_after_forget_nothing_counts(world: World) -> None:
+    world.ready(A)
+    world.pull(world.found(2))
+    world.pulling.ask(1, 2, keys(2), [A])
+    assert {type(step) for step in world.pulling.forget()} == {Answered, JobEnded, Say}
+    world.pulling.check()
+    assert set(world.pulling.leftovers().values()) == {0}
+    assert world.hear(A, Data(1, 1, 0)) == []
+    assert world.rows == {}
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Peers say anything at any time. Each question and each job has one end, and no row is written after its job's."""
+
+    addresses, small = st.sampled_from([A, B]), st.integers(1, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.asked: set[tuple[int, int]] = set()
+        self.found: dict[OffloadKey, Source] = {}
+        self.jobs: dict[int, set[int]] = {}  # open ones and their rows
+        self.round = self.job = 0
+
+    def perform(self, steps: list[Instruction]) -> None:
+        for step in steps:
+            if isinstance(step, Answered):
+                self.asked.remove((step.request, step.round))
+                self.found.update(step.found)
+            elif isinstance(step, JobEnded):
+                del self.jobs[step.job_id]
+        written = set(self.world.rows)
+        assert written <= {row for rows in self.all_rows.values() for row in rows}
+        self.world.pulling.check()
+
+    @property
+    def all_rows(self) -> dict[int, set[int]]:
+        return {job: {100 * job + row for row in range(20)} for job in range(1, self.job + 1)}
+
+    @rule(request=small, count=small, peers=st.sampled_from([[A], [A, B]]))
+    def ask(self, request: int, count: int, peers: list[Address]) -> None:
+        self.round += 1
+        self.asked.add((request, self.round))
+        self.perform(self.world.pulling.ask(request, self.round, keys(count), peers))
+
+    @precondition(lambda self: self.found)
+    @rule()
+    def pull(self) -> None:
+        self.job += 1
+        self.jobs[self.job] = {100 * self.job + row for row in range(len(self.found))}
+        found, self.found = self.found, {}
+        self.perform(self.world.pull(found, self.job))
+
+    @rule(request=small)
+    def finish(self, request: int) -> None:
+        self.perform(self.world.pulling.finish(request))
+
+    @rule(address=addresses, engine=st.sampled_from(["one", "two"]))
+    def welcome(self, address: Address, engine: str) -> None:
+        self.perform(self.world.pulling.heard(address, [encode(Welcome(EPOCH, engine))]))
+
+    @rule(address=addresses, back=st.integers(0, 3), request=small, parts=st.sets(st.integers(0, 3)))
+    def found_some(self, address: Address, back: int, request: int, parts: set[int]) -> None:
+        answer = Found(request, max(0, self.round - back), EPOCH, tuple(sorted(parts)), 5.0)
+        self.perform(self.world.pulling.heard(address, [encode(answer)]))
+
+    @rule(address=addresses, back=st.integers(0, 3), request=small, part=st.integers(0, 3), good=st.booleans())
+    def data(self, address: Address, back: int, request: int, part: int, good: bool) -> None:
+        before, open_rows = set(self.world.rows), {row for rows in self.jobs.values() for row in rows}
+        answer = encode(Data(request, max(0, self.round - back), part))
+        self.perform(self.world.pulling.heard(address, [answer, b"header", b"good" if good else b"bad"]))
+        assert set(self.world.rows) - before <= open_rows, "a row was written after its job's end"
+
+    @rule(address=addresses, back=st.integers(0, 3), request=st.integers(0, 3), reason=st.sampled_from(Reason))
+    def refuse(self, address: Address, back: int, request: int, reason: Reason) -> None:
+        answer = Refuse(request, max(0, self.round - back), reason)
+        self.perform(self.world.pulling.heard(address, [encode(answer)]))
+
+    @rule(address=addresses)
+    def lose(self, address: Address) -> None:
+        self.perform(self.world.pulling.lost(address))
+
+    @rule(seconds=st.sampled_from([0.01, 0.5, 1.1, 11.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.clock.advance(seconds)
+        self.perform(self.world.pulling.tick())
+        timer = self.world.pulling.next_timer
+        assert timer is None or timer > self.world.clock(), "a timer that is always due"
+
+    @rule()
+    def forget(self) -> None:
+        self.perform(self.world.pulling.forget())
+        assert not self.asked
+        assert not self.jobs
+
+    @invariant()
+    def open_ends_are_known(self) -> None:
+        left = self.world.pulling.leftovers()
+        assert left["questions"] == len(self.asked)
+        assert left["jobs"] == len(self.jobs)
+
+    def teardown(self) -> None:
+        """Chaos is over: everything ends by time alone."""
+        for _ in range(4):
+            self.world.clock.advance(11.0)
+            self.perform(self.world.pulling.tick())
+        assert not self.asked
+        assert not self.jobs
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

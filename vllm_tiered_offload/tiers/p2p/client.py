@@ -1,0 +1,181 @@
+"""Pulls rows from peers, on a thread of its own: `pulling` decides, `transport` moves bytes, this joins the two."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import zmq
+
+from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.contract.seams import Clock, monotonic
+from vllm_tiered_offload.tiers.block_frame import FrameError, decode_header, expect, verify
+from vllm_tiered_offload.tiers.p2p.bounded_log import BoundedLog
+from vllm_tiered_offload.tiers.p2p.io_thread import IoThread
+from vllm_tiered_offload.tiers.p2p.keys import read_key_file
+from vllm_tiered_offload.tiers.p2p.messages import Buffer, Hello, encode
+from vllm_tiered_offload.tiers.p2p.pulling import (
+    Address,
+    Answered,
+    Connect,
+    Disconnect,
+    Instruction,
+    JobEnded,
+    Pulling,
+    PullTimes,
+    Say,
+    Wanted,
+)
+from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
+from vllm_tiered_offload.tiers.p2p.transport import Heard, Transport, ZmqTransport
+
+logger = logging.getLogger(__name__)
+
+
+class Ask(NamedTuple):
+    """Who of these peers has these keys? Ends in one Answered."""
+
+    request: int
+    round: int
+    keys: tuple[OffloadKey, ...]
+    addresses: tuple[Address, ...]
+
+
+class Pull(NamedTuple):
+    """Fetch these rows. Ends in one JobEnded."""
+
+    job_id: int
+    rows: tuple[Wanted, ...]
+
+
+class Finish(NamedTuple):
+    """The request is over."""
+
+    request: int
+
+
+class Forget(NamedTuple):
+    """End everything that is under way: the cache was reset."""
+
+
+Command: TypeAlias = Ask | Pull | Finish | Forget
+Outcome: TypeAlias = Answered | JobEnded
+
+
+class PeerClient(IoThread):
+    """The thread that pulls. `tell` is called on it with each outcome, and must not block."""
+
+    def __init__(
+        self,
+        settings: P2pTierSettings,
+        own: Hello,
+        rows: Sequence[memoryview],
+        tell: Callable[[Outcome], None],
+        *,
+        clock: Clock = monotonic,
+    ) -> None:
+        super().__init__("p2p-tier-client")
+        self._settings = settings
+        self._fingerprint = own.fingerprint
+        self._rows = rows
+        self._tell = tell
+        self._log = BoundedLog(logger, clock)
+        self._commands: deque[Command] = deque()  # not taken by the thread yet
+        self._keys = {Address(peer.host, peer.port): peer.public_key for peer in settings.peers}
+        times = PullTimes(settings.lookup_timeout, settings.pull_timeout, settings.silence_timeout)
+        self._pulling = Pulling(self._keys, own, self._accept, times, clock=clock)
+        self._transport: Transport | None = None
+        self._failures = 0
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """The peers that there are."""
+        return tuple(self._keys)
+
+    def submit(self, command: Command) -> None:
+        """From any thread; the thread takes it up after `wake`."""
+        self._commands.append(command)
+
+    def stats(self) -> Mapping[str, int | float]:
+        """Numbers by flat key. From any thread."""
+        failures = dict(self._pulling.failures)
+        return {
+            "p2p_peers_up": self._pulling.peers_up,
+            "tier_bytes_total|tier=p2p|direction=load": self._pulling.num_bytes,
+            **{f"p2p_peer_failures_total|peer={peer}|kind={kind}": count for (peer, kind), count in failures.items()},
+        }
+
+    # ---- on the thread -----------------------------------------------------------------------------------------
+
+    def _open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        settings = self._settings
+        own_keys = read_key_file(settings.key_file) if settings.key_file is not None else None
+        public_keys = {address: key for address, key in self._keys.items() if key is not None}
+        row_bytes = len(self._rows[0]) if self._rows else 0
+        self._transport = ZmqTransport(context, self._poller, row_bytes, own_keys, public_keys)
+
+    def _turn(self, ready: Collection[object]) -> None:
+        assert self._transport is not None
+        while self._commands:
+            self._do(self._obey(self._commands.popleft()))
+        for event in self._transport.events(ready):
+            if isinstance(event, Heard):
+                self._do(self._pulling.heard(event.address, event.parts))
+            else:
+                self._do(self._pulling.lost(event.address))
+        self._do(self._pulling.tick())
+        failures = self._pulling.failures.total()
+        if failures > self._failures:
+            self._failures = failures
+            self._log.warning("failures", f"pulling from peers: {_told(self._pulling.failures)}")
+
+    def _obey(self, command: Command) -> list[Instruction]:
+        match command:
+            case Ask(request, round_, keys, addresses):
+                return self._pulling.ask(request, round_, keys, addresses)
+            case Pull(job_id, rows):
+                return self._pulling.pull(job_id, rows)
+            case Finish(request):
+                return self._pulling.finish(request)
+            case Forget():
+                return self._pulling.forget()
+
+    def _do(self, instructions: Sequence[Instruction]) -> None:
+        assert self._transport is not None
+        todo = deque(instructions)
+        while todo:
+            match todo.popleft():
+                case Say(address, message):
+                    if not self._transport.say(address, encode(message)):
+                        todo.extend(self._pulling.lost(address))
+                case Connect(address):
+                    self._transport.connect(address)
+                case Disconnect(address):
+                    self._transport.disconnect(address)
+                case outcome:
+                    self._tell(outcome)
+
+    def _next_timer(self) -> float | None:
+        return self._pulling.next_timer
+
+    def _close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        self._rows = ()
+
+    def _accept(self, key: OffloadKey, row: int, header: Buffer, payload: Buffer) -> bool:
+        """Verified first, then copied: no byte that is not right ever gets into a row."""
+        target = self._rows[row]
+        try:
+            frame = decode_header(header)
+            expect(frame, key, self._fingerprint, len(target))
+            verify(frame, payload)
+        except FrameError as error:
+            self._log.warning("corrupt", f"what a peer sent is not the chunk that was asked for: {error}")
+            return False
+        target[:] = payload
+        return True
+
+
+def _told(failures: Mapping[tuple[Address, str], int]) -> str:
+    return ", ".join(f"{peer} {kind} {count}" for (peer, kind), count in failures.items())

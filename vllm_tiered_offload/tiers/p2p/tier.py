@@ -1,0 +1,415 @@
+"""The peer tier.
+
+Theory of operation
+- Two threads do all I/O: one serves rows to peers, one pulls rows from them. The scheduler thread answers from memory;
+  what it wants goes to the puller as a command, what came of it comes back through a queue that is emptied at the
+  beginning of each call. One lock covers this state, because drain, reset and shutdown come from another thread; it is
+  never held over I/O.
+- Nothing is stored: a chunk that is offered stays in host memory, and from then on peers may be told of it. Only what
+  was offered may leave the process (D5), so a lease is taken on nothing else.
+- A request's unknown keys are one question, put to all its peers at once. While a part of a lookup is being asked for,
+  all of it is RETRY: the whole prefix then comes in one go. The first key is asked for alone, because the hierarchy
+  looks it up alone; so a prompt that nobody has costs one round trip.
+- What a peer has is promised to us for a while. A load uses up its promises; keys without one are asked for first.
+- After a reset the weights may be new, which no fingerprint tells: nothing is shared and nothing pulled any more,
+  unless `keep_on_reset`. Jobs under way end as failed.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Self
+
+from vllm_tiered_offload.contract.fingerprint import Fingerprint
+from vllm_tiered_offload.contract.geometry import RegionGeometry
+from vllm_tiered_offload.contract.jobs import (
+    JobMetadata,
+    JobResult,
+    LookupResult,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.contract.managers import RowLeases, SecondaryTierManager
+from vllm_tiered_offload.contract.seams import Clock, monotonic
+from vllm_tiered_offload.settings import validate_block
+from vllm_tiered_offload.tiers.fs.lookups import ExpiringKeys
+from vllm_tiered_offload.tiers.p2p.client import Ask, Finish, Forget, Outcome, PeerClient, Pull
+from vllm_tiered_offload.tiers.p2p.knowledge import RequestKnowledge
+from vllm_tiered_offload.tiers.p2p.leases import PromiseLimits, Promises
+from vllm_tiered_offload.tiers.p2p.messages import MAX_KEY_BYTES, MAX_KEYS, Hello
+from vllm_tiered_offload.tiers.p2p.pulling import Address, Answered, JobEnded, Source, Wanted
+from vllm_tiered_offload.tiers.p2p.server import PeerServer
+from vllm_tiered_offload.tiers.p2p.serving import Owner, greeting
+from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
+
+logger = logging.getLogger(__name__)
+
+HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+
+_BLOCK_LEVEL = RequestOffloadingContext()
+
+ABSENT_SECONDS = 5.0  # how long a request believes that nobody has a chunk: longer than any scheduling step
+SHUN_SECONDS = 10.0  # how long a chunk whose bytes were wrong is not asked for again
+SHUTDOWN_SECONDS = 2.0  # for each of the two threads
+OFFERED_KEYS_A_ROW = 4  # keys that are remembered as offered, for each row of the region
+REMOTE_SOURCE = "remote_kv_source"
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load without a result. `number` is its own: a job id may come twice."""
+
+    number: int
+    job: JobMetadata
+    request: RequestKnowledge
+    epoch: int
+    pulled: bool = False  # handed to the puller; before that, some of its keys are still asked for
+
+
+class P2pTier(SecondaryTierManager):
+    """Secondary tier over the memory of other engines. Never raises because of a peer."""
+
+    medium = "p2p"
+
+    def __init__(self, settings: P2pTierSettings, *, engine_id: str, clock: Clock = monotonic) -> None:
+        self.settings = settings
+        self._engine_id = engine_id
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._outcomes: deque[Outcome] = deque()  # told by the puller, not taken in
+        self._news = threading.Event()  # set with each of them
+        self._client: PeerClient | None = None
+        self._server: PeerServer | None = None
+        self._rows: Sequence[memoryview] = ()
+        self._geometry: RegionGeometry | None = None
+        self._own: Hello | None = None
+        # What may be promised to peers, oldest offer first: at most OFFERED_KEYS_A_ROW for each row. The server's
+        # thread reads it; a key that is not in it any more is not promised, that is all.
+        self._offered: dict[OffloadKey, None] = {}
+        self._numbers = count(1)  # for requests on the wire, and for loads
+        # Announced requests.
+        self._requests: dict[str, RequestKnowledge] = {}
+        # Those that have asked, by their number on the wire, until they have finished and their last load has ended.
+        self._by_number: dict[int, RequestKnowledge] = {}
+        self._loads: dict[int, _Load] = {}  # without a result, by number
+        self._results: list[JobResult] = []  # not taken
+        self._shunned = ExpiringKeys(SHUN_SECONDS, clock)
+        self._absent = ExpiringKeys(settings.lookup_cache, clock)  # what none of all peers has
+        self._epoch = 0  # counts resets
+        self._off = False  # after a reset or shutdown: nothing is shared or pulled
+        self._stale = False  # commands were submitted since the last wake
+
+    @classmethod
+    def from_settings(
+        cls,
+        raw: Mapping[str, Any],
+        path: str = "tiers[0]",
+        *,
+        engine_id: str,
+        events: bool = False,  # noqa: ARG003
+        clock: Clock = monotonic,
+    ) -> Self:
+        """From the tier's own settings block (without `type`). Nothing is opened before the region is there.
+
+        There are no residency events: what a peer has is the peer's to tell. Raises SettingsError, one line for each
+        mistake, each beginning with `path`.
+        """
+        return cls(validate_block(P2pTierSettings, raw, path), engine_id=engine_id, clock=clock)
+
+    @property
+    def port(self) -> int | None:
+        """Where peers reach this engine, once it listens."""
+        return self._server.port if self._server is not None else None
+
+    def bind_region(self, rows: Sequence[memoryview], geometry: RegionGeometry, fingerprint: Fingerprint) -> None:
+        self._rows, self._geometry = rows, geometry
+        self._own = greeting(fingerprint, geometry, self._engine_id)
+        if self.settings.peers and not self._off:
+            self._client = PeerClient(self.settings, self._own, rows, self._tell, clock=self._clock)
+            self._client.start()
+
+    def bind_leases(self, leases: RowLeases) -> None:
+        """Now there is something to serve."""
+        if self._own is None or self._geometry is None or self._off:
+            return
+        rows = max(1, int(self._geometry.num_rows * self.settings.lease_share))
+        limits = PromiseLimits(self.settings.lease_seconds, rows, max(1, rows // 2))
+        promises = Promises(leases, self._offered, limits, clock=self._clock)
+        owner = Owner(self._own, promises, clock=self._clock)
+        self._server = PeerServer(self.settings, self._own, owner, self._rows, clock=self._clock)
+        self._server.start()
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        with self._lock:
+            self._requests[req_context.req_id] = RequestKnowledge(next(self._numbers), self._peers_of(req_context))
+        return _BLOCK_LEVEL
+
+    def _peers_of(self, req_context: ReqContext) -> tuple[Address, ...]:
+        """All peers, or the one that the client names, if it is one of them."""
+        peers = tuple(Address(peer.host, peer.port) for peer in self.settings.peers)
+        wanted = (req_context.kv_transfer_params or {}).get(REMOTE_SOURCE)
+        if not isinstance(wanted, Mapping):
+            return peers
+        named = tuple(peer for peer in peers if (peer.host, peer.port) == (wanted.get("host"), wanted.get("port")))
+        return named or peers
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        with self._lock:
+            request = self._requests.pop(req_context.req_id, None)
+            if request is not None:
+                request.finished = True
+                self._finish_if_over(request)
+                self._wake()
+
+    def _finish_if_over(self, request: RequestKnowledge) -> None:
+        """Loads outlive their request; what was promised for it is released after the last of them."""
+        if not request.finished or any(load.request is request for load in self._loads.values()):
+            return
+        if self._by_number.pop(request.number, None) is not None and self._client is not None:
+            self._client.submit(Finish(request.number))
+            self._stale = True
+
+    # ---- lookup ------------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:
+        with self._lock:
+            self._absorb()
+            request = self._requests.get(req_context.req_id)
+            if self._off or self._client is None or request is None or not request.addresses:
+                return [MISS] * len(keys)
+            now = self._clock()
+            results: list[LookupResult] = []
+            unknown: dict[OffloadKey, None] = {}
+            for key in keys:
+                if key in request.asked:
+                    results.append(RETRY)
+                elif request.source(key, now) is not None:
+                    results.append(HIT)
+                elif self._is_hopeless(request, key, now):
+                    results.append(MISS)
+                elif len(unknown) < MAX_KEYS:
+                    unknown[key] = None
+                    results.append(RETRY)
+                else:
+                    results.append(MISS)
+            if unknown:
+                self._ask(request, list(unknown))
+            if RETRY in results:
+                return [RETRY if result is HIT else result for result in results]
+            return results
+
+    def _is_hopeless(self, request: RequestKnowledge, key: OffloadKey, now: float) -> bool:
+        """Whether it makes no sense to ask for the key."""
+        shunned, absent = key in self._shunned, key in self._absent
+        return shunned or absent or request.is_absent(key, now) or len(key) > MAX_KEY_BYTES
+
+    def _ask(self, request: RequestKnowledge, keys: Sequence[OffloadKey]) -> None:
+        assert self._client is not None
+        self._by_number[request.number] = request
+        self._client.submit(Ask(request.number, request.ask(keys), tuple(keys), request.addresses))
+        self._stale = True
+
+    def on_schedule_end(self) -> None:
+        """The pass's questions go out together."""
+        with self._lock:
+            self._wake()
+            self._absorb()
+
+    def _wake(self) -> None:
+        if self._stale and self._client is not None:
+            self._stale = False
+            self._client.wake()
+
+    # ---- jobs --------------------------------------------------------------------------------------------------
+
+    def submit_store(self, job: JobMetadata) -> None:
+        """The chunks are in host memory, and may be pulled from now on."""
+        with self._lock:
+            if not self._off:
+                self._offer(job.keys)
+            self._results.append(JobResult(job.job_id, True, job.keys))
+
+    def _offer(self, keys: Sequence[OffloadKey]) -> None:
+        self._offered.update(dict.fromkeys(keys))
+        rows = self._geometry.num_rows if self._geometry is not None else 0
+        while len(self._offered) > OFFERED_KEYS_A_ROW * rows:
+            del self._offered[next(iter(self._offered))]
+
+    def submit_load(self, job: JobMetadata) -> None:
+        with self._lock:
+            self._absorb()
+            request = self._requests.get(job.req_context.req_id)
+            load = _Load(next(self._numbers), job, request or RequestKnowledge(0, ()), self._epoch)
+            self._loads[load.number] = load
+            if self._off or self._client is None or request is None or not self._has_rows(job):
+                self._end_load(load, ())
+                return
+            now = self._clock()
+            unknown = [
+                key
+                for key in dict.fromkeys(job.keys)
+                if key not in request.asked
+                and request.source(key, now) is None
+                and not self._is_hopeless(request, key, now)
+            ]
+            for start in range(0, len(unknown), MAX_KEYS):
+                self._ask(request, unknown[start : start + MAX_KEYS])
+            self._pull_if_answered(load)
+            self._wake()
+
+    def _has_rows(self, job: JobMetadata) -> bool:
+        return len(job.block_ids) == len(job.keys) and all(0 <= row < len(self._rows) for row in job.block_ids)
+
+    def _pull_if_answered(self, load: _Load) -> None:
+        """Fetch what is promised, once nothing of the job is asked for any more."""
+        request = load.request
+        if load.pulled or request.is_asking(load.job.keys):
+            return
+        load.pulled = True
+        now = self._clock()
+        rows: list[Wanted] = []
+        for key, row in zip(load.job.keys, load.job.block_ids, strict=True):
+            source = request.source(key, now)
+            if source is not None:
+                rows.append(Wanted(key, row, source))
+                request.use(key)
+        if not rows or self._client is None:
+            self._end_load(load, ())
+            return
+        self._by_number[request.number] = request
+        self._client.submit(Pull(load.number, tuple(rows)))
+        self._stale = True
+
+    def _end_load(self, load: _Load, good: Sequence[OffloadKey]) -> None:
+        del self._loads[load.number]
+        kept = set(good) if load.epoch == self._epoch else set()
+        keys = tuple(key for key in load.job.keys if key in kept)
+        self._results.append(JobResult(load.job.job_id, len(keys) == len(load.job.keys), keys))
+        self._finish_if_over(load.request)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        with self._lock:
+            self._absorb()
+            results, self._results = self._results, []
+            return results
+
+    def has_pending_work(self) -> bool:
+        """Whether a job has no result, or its result was not taken."""
+        return bool(self._loads or self._results)
+
+    def drain(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        while True:
+            self._news.clear()
+            with self._lock:
+                self._absorb()
+                self._wake()
+                if not self._loads:
+                    return True
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._news.wait(left):
+                with self._lock:
+                    self._absorb()
+                    return not self._loads
+
+    # ---- what the puller tells ---------------------------------------------------------------------------------
+
+    def _tell(self, outcome: Outcome) -> None:
+        """On the puller's thread."""
+        self._outcomes.append(outcome)
+        self._news.set()
+
+    def _absorb(self) -> None:
+        self._shunned.purge()
+        self._absent.purge()
+        while self._outcomes:
+            match self._outcomes.popleft():
+                case Answered(number, round_, found):
+                    request = self._by_number.get(number)
+                    if request is not None:
+                        self._on_answered(request, round_, found)
+                case JobEnded(number, good, corrupt):
+                    load = self._loads.get(number)
+                    self._shunned.add(corrupt)
+                    if load is not None:
+                        self._end_load(load, good)
+        self._wake()
+
+    def _on_answered(self, request: RequestKnowledge, round_: int, found: Mapping[OffloadKey, Source]) -> None:
+        absent = request.answer(round_, found, self._clock() + ABSENT_SECONDS)
+        if len(request.addresses) == len(self.settings.peers):
+            self._absent.add(absent)
+        for load in [load for load in self._loads.values() if load.request is request]:
+            self._pull_if_answered(load)
+
+    # ---- reset and end -----------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget every key; unless `keep_on_reset`, share and pull nothing any more. Jobs end as failed."""
+        with self._lock:
+            self._absorb()
+            self._epoch += 1
+            self._shunned.clear()
+            self._absent.clear()
+            if not self.settings.keep_on_reset:
+                self._switch_off()
+            if self._server is not None:
+                self._server.forget()
+            if self._client is not None:
+                self._client.submit(Forget())
+                self._client.wake()
+            for request in self._requests.values():
+                request.clear()
+            for load in [load for load in self._loads.values() if not load.pulled]:
+                self._end_load(load, ())
+
+    def _switch_off(self) -> None:
+        if not self._off:
+            self._off = True
+            logger.warning(
+                "p2p tier: off after a cache reset, because the weights may be new; a restart turns it on again, and "
+                "`keep_on_reset` keeps it on"
+            )
+        self._offered.clear()
+
+    def shutdown(self) -> None:
+        """End within about twice SHUTDOWN_SECONDS. Nobody touches a row afterwards, or its job has no result."""
+        with self._lock:
+            self._off = True
+            self._offered.clear()
+        ended = [thread.stop(SHUTDOWN_SECONDS) for thread in (self._server, self._client) if thread is not None]
+        with self._lock:
+            self._absorb()
+            if not all(ended):
+                return
+            for load in list(self._loads.values()):
+                self._end_load(load, ())
+            self._rows = ()
+
+    # ---- telling -----------------------------------------------------------------------------------------------
+
+    def get_stats(self) -> Mapping[str, int | float]:
+        """Counters since the start; gauges."""
+        stats: dict[str, int | float] = {"p2p_offered_chunks": len(self._offered)}
+        for thread in (self._server, self._client):
+            if thread is not None:
+                stats.update(thread.stats())
+        return stats
+
+    def leftovers(self) -> dict[str, int]:
+        """What is still going on, by name; all zero when every request has finished and every result was taken."""
+        with self._lock:
+            self._absorb()
+            return {
+                "requests": len(self._requests),
+                "asking": len(self._by_number),
+                "loads": len(self._loads),
+                "results": len(self._results),
+            }
