@@ -32,8 +32,8 @@ def wait_until(done: Callable[[], object], what: str) -> None:
 class Memory:
     """An engine's primary tier and rows. Whoever puts chunks in is its scheduler thread."""
 
-    def __init__(self, rows: int = 16, row_bytes: int = ROW) -> None:
-        self.geometry = RegionGeometry(rows, (row_bytes,), 1)
+    def __init__(self, rows: int = 16, row_bytes: int = ROW, geometry: RegionGeometry | None = None) -> None:
+        self.geometry = geometry or RegionGeometry(rows, (row_bytes,), 1)
         self.rows = make_rows(self.geometry)
         self.primary = CpuTier(CpuTierSettings(capacity=self.geometry.total_bytes), strict=True)
         self.primary.bind_region(self.geometry)

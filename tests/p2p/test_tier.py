@@ -154,7 +154,7 @@ def test_the_tail_is_asked_for_before_the_head_is_a_hit(new_engine: NewEngine) -
 def test_a_peer_without_the_prefix_costs_one_round_trip(new_engine: NewEngine) -> None:
     """For a request, however often it asks; and none for others that ask for the same soon after.
 
-    Made to fail by forgetting what is absent, and by believing it for each request alone.
+    Made to fail by believing it for each request alone.
     """
     owner = new_engine()
     puller = new_engine([owner.port])

@@ -56,6 +56,7 @@ _BLOCK_LEVEL = RequestOffloadingContext()
 ABSENT_SECONDS = 5.0  # how long a request believes that nobody has a chunk: longer than any scheduling step
 SHUN_SECONDS = 10.0  # how long a chunk whose bytes were wrong is not asked for again
 SHUTDOWN_SECONDS = 2.0  # for each of the two threads
+ROUNDS_A_LOAD = 32  # how often a load asks; each time some load of these chunks gets its promises
 OFFERED_KEYS_A_ROW = 4  # keys that are remembered as offered, for each row of the region
 REMOTE_SOURCE = "remote_kv_source"
 
@@ -68,6 +69,7 @@ class _Load:
     job: JobMetadata
     request: RequestKnowledge
     epoch: int
+    rounds: int = 0  # that were begun for it
     pulled: bool = False  # handed to the puller; before that, some of its keys are still asked for
 
 
@@ -251,27 +253,40 @@ class P2pTier(SecondaryTierManager):
             if self._off or self._client is None or request is None or not self._has_rows(job):
                 self._end_load(load, ())
                 return
-            now = self._clock()
-            unknown = [
-                key
-                for key in dict.fromkeys(job.keys)
-                if key not in request.asked
-                and request.source(key, now) is None
-                and not self._is_hopeless(request, key, now)
-            ]
-            for start in range(0, len(unknown), MAX_KEYS):
-                self._ask(request, unknown[start : start + MAX_KEYS])
-            self._pull_if_answered(load)
+            self._advance(load)
             self._wake()
 
     def _has_rows(self, job: JobMetadata) -> bool:
         return len(job.block_ids) == len(job.keys) and all(0 <= row < len(self._rows) for row in job.block_ids)
 
-    def _pull_if_answered(self, load: _Load) -> None:
-        """Fetch what is promised, once nothing of the job is asked for any more."""
-        request = load.request
-        if load.pulled or request.is_asking(load.job.keys):
+    def _advance(self, load: _Load) -> None:
+        """Fetch what is promised, once nothing of the job is asked for any more.
+
+        A promise may have been used by another load of the same chunk meanwhile: then it is asked for again.
+        """
+        if load.pulled:
             return
+        request = load.request
+        unknown = self._unknown(request, load.job.keys) if load.rounds < ROUNDS_A_LOAD else []
+        if unknown:
+            load.rounds += 1
+            self._ask(request, unknown[:MAX_KEYS])
+        if not request.is_asking(load.job.keys):
+            self._pull(load)
+
+    def _unknown(self, request: RequestKnowledge, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those that are worth a question, each once."""
+        now = self._clock()
+        return [
+            key
+            for key in dict.fromkeys(keys)
+            if key not in request.asked
+            and request.source(key, now) is None
+            and not self._is_hopeless(request, key, now)
+        ]
+
+    def _pull(self, load: _Load) -> None:
+        request = load.request
         load.pulled = True
         now = self._clock()
         rows: list[Wanted] = []
@@ -347,7 +362,7 @@ class P2pTier(SecondaryTierManager):
         if len(request.addresses) == len(self.settings.peers):
             self._absent.add(absent)
         for load in [load for load in self._loads.values() if load.request is request]:
-            self._pull_if_answered(load)
+            self._advance(load)
 
     # ---- reset and end -----------------------------------------------------------------------------------------
 
