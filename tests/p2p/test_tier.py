@@ -2,96 +2,18 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
 import pytest
-from p2p_kit import FINGERPRINT, PATIENCE, ROW, Memory, Serving, content, cpu_seconds, keys_of, wait_until
+from p2p_kit import ROW, A, Engine, Serving, content, cpu_seconds, keys_of, wait_until
 
-from vllm_tiered_offload import Fingerprint, JobMetadata, JobResult, LookupResult, OffloadKey, ReqContext
+from vllm_tiered_offload import JobResult, LookupResult, ReqContext
 from vllm_tiered_offload.testing.conformance.material import make_fingerprint
 from vllm_tiered_offload.tiers.p2p.messages import Reason
-from vllm_tiered_offload.tiers.p2p.tier import P2pTier
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
-A = ReqContext("a")
-
-
-class Engine:
-    """A tier with memory; the test is its scheduler thread."""
-
-    def __init__(
-        self, peers: Sequence[int] = (), *, rows: int = 128, fingerprint: Fingerprint = FINGERPRINT, **settings: Any
-    ) -> None:
-        block = {"peers": [{"host": "127.0.0.1", "port": port} for port in peers], **settings}
-        self.memory = Memory(rows)
-        self.tier = P2pTier.from_settings(block, engine_id=f"engine {id(self)}")
-        self.tier.bind_region(self.memory.rows, self.memory.geometry, fingerprint)
-        self.tier.bind_leases(self.memory.primary)
-        assert self.tier._server is not None
-        assert self.tier._server.is_open.wait(PATIENCE)
-        self.ids = count(1)
-        self.results: dict[int, JobResult] = {}
-
-    @property
-    def port(self) -> int:
-        assert self.tier.port is not None
-        return self.tier.port
-
-    def put(self, keys: Sequence[OffloadKey], salt: str = "") -> None:
-        """Into host memory, and offered to the tier as the hierarchy does."""
-        self.memory.put(keys, salt)
-        job = JobMetadata(next(self.ids), tuple(keys), tuple(range(len(keys))), False, self.memory.req)
-        self.tier.submit_store(job)
-
-    def begin(self, req: ReqContext = A) -> ReqContext:
-        self.tier.on_new_request(req)
-        return req
-
-    def look(self, keys: Sequence[OffloadKey], req: ReqContext = A) -> list[LookupResult]:
-        """Scheduling passes until the answer is there."""
-        deadline = time.monotonic() + PATIENCE
-        while RETRY in (results := self.tier.lookup(keys, req)):
-            assert time.monotonic() < deadline, "RETRY for ever"
-            self.end_pass()
-            time.sleep(0.002)
-        return results
-
-    def end_pass(self) -> None:
-        self.tier.on_schedule_end()
-        for result in self.tier.get_finished_jobs():
-            assert result.job_id not in self.results, "a second result"
-            self.results[result.job_id] = result
-
-    def submit(self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None, req: ReqContext = A) -> int:
-        chosen = tuple(rows if rows is not None else range(len(keys)))
-        job = JobMetadata(next(self.ids), tuple(keys), chosen, True, req)
-        self.tier.submit_load(job)
-        return job.job_id
-
-    def result(self, job_id: int) -> JobResult:
-        def done() -> bool:
-            self.end_pass()
-            return job_id in self.results
-
-        wait_until(done, f"the result of job {job_id}")
-        return self.results[job_id]
-
-    def load(self, keys: Sequence[OffloadKey], req: ReqContext = A) -> tuple[OffloadKey, ...]:
-        """The keys that came through, whose bytes are right."""
-        result = self.result(self.submit(keys, req=req))
-        for row, key in enumerate(keys):
-            if key in result.successful_keys:
-                assert bytes(self.memory.rows[row]) == content(key, ROW), "a wrong byte"
-        return result.successful_keys
-
-    def stat(self, name: str) -> float:
-        return self.tier.get_stats().get(name, 0)
-
-    def close(self) -> None:
-        self.tier.shutdown()
-        assert self.memory.pinned == 0
 
 
 NewEngine = Callable[..., Engine]

@@ -1,0 +1,41 @@
+"""Another engine in a process of its own: `p2p_owner_process.py ROWS ROW_BYTES CHUNKS SECONDS_A_ROW`.
+
+It fills its memory, prints its port, and from then on its main thread, which would be the scheduler's, sleeps.
+"""
+
+import os
+import signal
+import sys
+import time
+
+from p2p_kit import FINGERPRINT, PATIENCE, Memory, keys_of
+
+from vllm_tiered_offload import JobMetadata
+from vllm_tiered_offload.tiers.p2p.tier import P2pTier
+
+
+def main() -> None:
+    rows, row_bytes, chunks, seconds = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    memory = Memory(rows, row_bytes)
+    tier = P2pTier.from_settings({"lease_share": 1.0}, engine_id=f"owner {os.getpid()}")
+    tier.bind_region(memory.rows, memory.geometry, FINGERPRINT)
+    tier.bind_leases(memory.primary)
+    keys = keys_of("process", chunks)
+    memory.put(keys)
+    tier.submit_store(JobMetadata(1, tuple(keys), tuple(range(chunks)), False, memory.req))
+    server = tier._server
+    assert server is not None
+    assert server.is_open.wait(PATIENCE)
+    row_parts = server._row_parts
+
+    def slowly(reply, row):
+        time.sleep(seconds)
+        return row_parts(reply, row)
+
+    server._row_parts = slowly  # type: ignore[method-assign]
+    print(tier.port, flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()
