@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from vllm_tiered_offload.contract.lifecycle import TRANSITIONS, Event, Phase
 from vllm_tiered_offload.settings import settings_table
 from vllm_tiered_offload.tiers.fs.settings import FsTierSettings
+from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings, PeerAddress
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,12 +23,16 @@ def table(rows: list[tuple[str, str, str]]) -> str:
     return "\n".join(lines)
 
 
-def block_rows(model: type[BaseModel]) -> list[tuple[str, str, str]]:
-    """(key, default, description) of one tier's own block."""
+def block_rows(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
+    """(key, default, description) of one tier's own block, or of a block inside of it."""
     return [
-        (name, "required" if field.is_required() else str(field.default).lower(), field.description or "")
+        (prefix + name, "required" if field.is_required() else shown(field.default), field.description or "")
         for name, field in model.model_fields.items()
     ]
+
+
+def shown(default: object) -> str:
+    return "[]" if default == () else str(default).lower()
 
 
 def between(text: str, name: str, content: str) -> str:
@@ -49,7 +54,11 @@ def lifecycle() -> str:
 
 # file -> marker -> what stands between its begin and its end
 TABLES = {
-    ROOT / "README.md": {"settings": table(settings_table()), "fs": table(block_rows(FsTierSettings))},
+    ROOT / "README.md": {
+        "settings": table(settings_table()),
+        "fs": table(block_rows(FsTierSettings)),
+        "p2p": table([*block_rows(P2pTierSettings), *block_rows(PeerAddress, "peers[].")]),
+    },
     ROOT / "docs" / "architecture.md": {"lifecycle": lifecycle()},
 }
 

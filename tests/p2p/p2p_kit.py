@@ -31,7 +31,7 @@ PATIENCE = 10.0
 FINGERPRINT = make_fingerprint()
 A = ReqContext("a")
 
-__all__ = ["content", "keys_of"]
+__all__ = ["content", "keys_of"]  # for the tests
 
 
 def wait_until(done: Callable[[], object], what: str) -> None:
