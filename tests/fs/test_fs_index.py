@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.tiers.cpu.policies.arc import ArcPolicy
 from vllm_tiered_offload.tiers.cpu.policies.lru import LruPolicy
+from vllm_tiered_offload.tiers.expiring_keys import ExpiringKeys
 from vllm_tiered_offload.tiers.fs.faults import Fault
 from vllm_tiered_offload.tiers.fs.index import KeyIndex, Write
-from vllm_tiered_offload.tiers.fs.lookups import ExpiringKeys
 
 UNIT = 4097  # bytes of a file
 

@@ -37,7 +37,7 @@ from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.managers import RowLeases, SecondaryTierManager
 from vllm_tiered_offload.contract.seams import Clock, monotonic
 from vllm_tiered_offload.settings import validate_block
-from vllm_tiered_offload.tiers.fs.lookups import ExpiringKeys
+from vllm_tiered_offload.tiers.expiring_keys import ExpiringKeys
 from vllm_tiered_offload.tiers.p2p.client import Ask, Finish, Forget, Outcome, PeerClient, Pull
 from vllm_tiered_offload.tiers.p2p.knowledge import RequestKnowledge
 from vllm_tiered_offload.tiers.p2p.leases import PromiseLimits, Promises

@@ -1,0 +1,59 @@
+"""Two engines of one model on one machine: what one has computed, the other pulls out of its memory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .checks import served_well
+from .engine import CONNECTOR, Engine, free_port
+from .workload import ANSWER_TOKENS, BLOCK, SMALL_DEVICE_CACHE, Answers, contents, conversations
+
+LEFT = 1  # the last conversation is asked for only when its owner is gone
+
+
+def sharing(model: Path, log: Path, **tier: object) -> Engine:
+    """An engine with the peer tier behind host memory."""
+    extra = {**CONNECTOR["kv_connector_extra_config"], "tiers": [{"type": "p2p", **tier}]}
+    connector = {**CONNECTOR, "kv_connector_extra_config": extra}
+    return Engine(model, log, *SMALL_DEVICE_CACHE, connector=connector)
+
+
+@pytest.fixture(scope="module")
+def owner(tiny_model: Path, logs: Path, wanted: Answers) -> Iterator[tuple[Engine, int]]:
+    """An engine that has answered all conversations, and the port on which it serves their rows."""
+    port = free_port()
+    with sharing(tiny_model, logs / "owner.log", port=port) as engine:
+        for one in conversations():
+            engine.server().complete(one, ANSWER_TOKENS)
+        yield engine, port
+
+
+@pytest.fixture(scope="module")
+def puller(tiny_model: Path, logs: Path, owner: tuple[Engine, int]) -> Iterator[Engine]:
+    peer = {"host": "127.0.0.1", "port": owner[1]}
+    with sharing(tiny_model, logs / "puller.log", peers=[peer]) as engine:
+        yield engine
+
+
+def test_a_prompt_comes_from_the_other_engine(puller: Engine, wanted: Answers) -> None:
+    """Every full block but the one with the last token is pulled; text and log-probabilities are a device hit's."""
+    server = puller.server()
+    before = server.settled_metrics()
+    asked = conversations()[:-LEFT]
+    pulled = [server.complete(one, ANSWER_TOKENS) for one in asked]
+    after = server.settled_metrics()
+    assert contents(pulled) == contents(wanted.device[:-LEFT])
+    full = sum((len(one) - 1) // BLOCK * BLOCK for one in asked)
+    assert after.cached_tokens("p2p") - before.cached_tokens("p2p") == full
+    assert after.failures() == 0
+
+
+def test_an_engine_outlives_its_peer(puller: Engine, owner: tuple[Engine, int], wanted: Answers) -> None:
+    """Case 60: the owner is killed; what only it had is computed, what was pulled is still there."""
+    owner[0].kill_group()
+    server = puller.server()
+    assert contents([server.complete(conversations()[-1], ANSWER_TOKENS)]) == contents(wanted.cold[-LEFT:])
+    again = server.complete(conversations()[0], ANSWER_TOKENS)
+    assert contents([again]) == contents(wanted.device[:1])
+    served_well(puller)
