@@ -17,6 +17,10 @@ NOT_FAST = (
     "fs/test_fs_processes.py::test_killed_at_any_moment",
     "fs/test_fs_processes.py::test_two_engines",
     "fs/test_namespace_identity.py",
+    "p2p/test_hostile_packets.py",
+    "p2p/test_p2p_conformance.py",
+    "p2p/test_p2p_processes.py",
+    "p2p/test_server.py",
     "unit/test_packaging.py::test_registering_twice_is_no_error",
 )
 
