@@ -40,7 +40,7 @@ from vllm_tiered_offload.tiers.p2p.pulling import (
 
 pytestmark = pytest.mark.fast
 
-A, B = Address("a", 1), Address("b", 1)
+A, B, ELSEWHERE = Address("a", 1), Address("a", 2), Address("b", 1)
 HELLO = Hello(1, bytes(32), (4096,), 1, "me")
 EPOCH = bytes(16)
 TIMES = PullTimes(lookup=0.5, pull=10.0, silence=1.0)
@@ -54,7 +54,7 @@ class World:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.rows: dict[int, bytes] = {}
-        self.pulling = Pulling([A, B], HELLO, self.accept, TIMES, clock=self.clock)
+        self.pulling = Pulling([A, B, ELSEWHERE], HELLO, self.accept, TIMES, clock=self.clock)
 
     def accept(self, key: OffloadKey, row: int, header: object, payload: object) -> bool:
         if payload != b"good":
@@ -181,12 +181,14 @@ def test_a_silent_peer_is_pinged_and_then_fails_with_all_it_owes(world: World) -
 
 
 def test_case_55_all_ports_of_a_dead_engine_fail_at_once(world: World) -> None:
-    """Case 55. Made to fail by failing the lost address alone."""
-    world.ready(A, B, engine="the same")
+    """Case 55: but not another host that gives the same name. Made to fail by failing the lost address alone, and by
+    believing the name alone."""
+    world.ready(A, B, ELSEWHERE, engine="the same")
     world.pull(world.found(2))
     assert world.pulling.lost(B) == [Disconnect(B), Disconnect(A), JobEnded(1, (), ())]
     world.pulling.check()
     assert world.pulling.ask(1, 5, keys(1), [A, B]) == [Answered(1, 5, {})]
+    assert world.pulling.ask(1, 6, keys(1), [ELSEWHERE]) == [Say(ELSEWHERE, Lookup(1, 6, tuple(keys(1))))]
 
 
 def test_case_58_rounds_end_in_any_order(world: World) -> None:

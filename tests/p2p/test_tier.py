@@ -269,7 +269,7 @@ def test_keep_on_reset_goes_on(new_engine: NewEngine) -> None:
     assert puller.load(KEYS) == tuple(KEYS)
 
 
-def test_a_request_may_name_its_peer(new_engine: NewEngine) -> None:
+def test_a_request_may_name_its_peer(new_engine: NewEngine, caplog: pytest.LogCaptureFixture) -> None:
     """One of those that are configured; any other name is not believed."""
     one, other = new_engine(), new_engine()
     one.put(KEYS[:4])
@@ -282,7 +282,9 @@ def test_a_request_may_name_its_peer(new_engine: NewEngine) -> None:
         return puller.begin(ReqContext(name, {"remote_kv_source": {"host": "127.0.0.1", "port": port}}))
 
     assert puller.look(KEYS, naming("r1", other.port)) == [MISS] * 4 + [HIT] * 4
+    assert not caplog.records
     assert puller.look(keys_of("stranger", 2), naming("r2", stranger.port)) == [MISS] * 2
+    assert "none of the `peers`" in caplog.text
 
 
 def test_case_55_other_ports_of_a_dead_engine_are_suspect_too(new_engine: NewEngine) -> None:

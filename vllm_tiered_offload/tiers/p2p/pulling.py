@@ -12,8 +12,8 @@ A peer:
   deadline. Bytes go into a row only while it is expected, and only after they were verified: a late or wrong Data
   touches nothing. A job ends with its last row.
 - While a peer owes us something it has to say something: after half of `silence` it is pinged, after all of it it
-  fails. A peer that fails fails with all it owes at once, and so do others that said they are the same engine, because
-  all ports of a dead engine are dead (case 55). Nothing is asked of it until its backoff is over.
+  fails. A peer that fails fails with all it owes at once, and so do other ports of its host that gave the same engine's
+  name, because all ports of a dead engine are dead (case 55). Nothing is asked of it until its backoff is over.
 - (request, round) is one question. Rounds have nothing to do with each other (case 58).
 """
 
@@ -486,15 +486,23 @@ class Pulling:
 
     def _fail(self, peer: _Peer, why: str, backoff: float | None = None) -> None:
         """The peer is not asked for a while, nor are other ports of the same engine."""
-        self.failures[peer.address, why] += 1
-        engine_id, was_ready = peer.engine_id, peer.phase is Phase.READY
-        peer.strikes += 1
-        self._close(peer, backoff)
-        for other in self._peers.values():
-            if was_ready and engine_id and other.engine_id == engine_id and other.phase is not Phase.CLOSED:
-                self.failures[other.address, why] += 1
-                other.strikes += 1
-                self._close(other, backoff)
+        failed = [peer, *self._other_ports(peer)]
+        for one in failed:
+            self.failures[one.address, why] += 1
+            one.strikes += 1
+            self._close(one, backoff)
+
+    def _other_ports(self, peer: _Peer) -> list[_Peer]:
+        """On the same host and by the same name: anybody could call himself like an engine on another host."""
+        if peer.phase is not Phase.READY or not peer.engine_id:
+            return []
+        return [
+            other
+            for other in self._peers.values()
+            if other is not peer
+            and other.phase is not Phase.CLOSED
+            and (other.address.host, other.engine_id) == (peer.address.host, peer.engine_id)
+        ]
 
     def _close(self, peer: _Peer, backoff: float | None) -> None:
         peer.phase = Phase.CLOSED

@@ -36,8 +36,9 @@ from vllm_tiered_offload.contract.jobs import (
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.managers import RowLeases, SecondaryTierManager
 from vllm_tiered_offload.contract.seams import Clock, monotonic
-from vllm_tiered_offload.settings import validate_block
+from vllm_tiered_offload.settings import show, validate_block
 from vllm_tiered_offload.tiers.expiring_keys import ExpiringKeys
+from vllm_tiered_offload.tiers.p2p.bounded_log import BoundedLog
 from vllm_tiered_offload.tiers.p2p.client import Ask, Finish, Forget, Outcome, PeerClient, Pull
 from vllm_tiered_offload.tiers.p2p.knowledge import RequestKnowledge
 from vllm_tiered_offload.tiers.p2p.leases import PromiseLimits, Promises
@@ -82,6 +83,7 @@ class P2pTier(SecondaryTierManager):
         self.settings = settings
         self._engine_id = engine_id
         self._clock = clock
+        self._log = BoundedLog(logger, clock)
         self._lock = threading.RLock()
         self._outcomes: deque[Outcome] = deque()  # told by the puller, not taken in
         self._news = threading.Event()  # set with each of them
@@ -160,6 +162,8 @@ class P2pTier(SecondaryTierManager):
         if not isinstance(wanted, Mapping):
             return peers
         named = tuple(peer for peer in peers if (peer.host, peer.port) == (wanted.get("host"), wanted.get("port")))
+        if not named:
+            self._log.warning("source", f"{REMOTE_SOURCE} {show(wanted)} is none of the `peers`: all of them are asked")
         return named or peers
 
     def on_request_finished(self, req_context: ReqContext) -> None:
