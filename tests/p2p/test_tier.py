@@ -258,6 +258,42 @@ def test_a_puller_that_was_reset_pulls_nothing(new_engine: NewEngine) -> None:
     wait_until(lambda: owner.memory.pinned == 0, "releasing everything")
 
 
+def test_a_reset_in_the_middle_of_a_transfer(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that had come are of the old weights: the job is a failure as a whole. Made to fail by keeping them."""
+    owner = new_engine()
+    owner.put(KEYS)
+    puller = new_engine([owner.port])
+    server = owner.tier._server
+    assert server is not None
+    row_parts = server._row_parts
+
+    def slowly(reply: Any, row: Any) -> list[Any]:
+        time.sleep(0.05)
+        return row_parts(reply, row)
+
+    monkeypatch.setattr(server, "_row_parts", slowly)
+    puller.begin()
+    assert puller.look(KEYS) == [HIT] * 8
+    job = puller.submit(KEYS)
+    wait_until(lambda: puller.stat("tier_bytes_total|tier=p2p|direction=load") > 0, "the first row")
+    puller.tier.reset()
+    assert puller.result(job) == JobResult(job, False, ())
+
+
+def test_loads_that_share_a_chunk_each_get_it(new_engine: NewEngine) -> None:
+    """The promise for the shared chunk is used by the first one, so the second one asks again, having asked before.
+
+    Made to fail by one question for each load.
+    """
+    owner = new_engine()
+    owner.put(KEYS)
+    puller = new_engine([owner.port])
+    puller.begin()
+    first, second = puller.submit(KEYS[:5], range(5)), puller.submit(KEYS[3:], range(10, 15))
+    assert puller.result(first).successful_keys == tuple(KEYS[:5])
+    assert puller.result(second).successful_keys == tuple(KEYS[3:])
+
+
 def test_keep_on_reset_goes_on(new_engine: NewEngine) -> None:
     owner = new_engine(keep_on_reset=True)
     owner.put(KEYS)
