@@ -105,7 +105,8 @@ class Engine:
         fingerprint: Fingerprint = FINGERPRINT,
         **settings: Any,
     ) -> None:
-        block = {"peers": [{"host": "127.0.0.1", "port": port} for port in peers], **settings}
+        addresses = settings.pop("peers_block", [{"host": "127.0.0.1", "port": port} for port in peers])
+        block = {"peers": addresses, **settings}
         self.memory = Memory(rows, row_bytes)
         self.tier = P2pTier.from_settings(block, engine_id=f"engine {id(self)}")
         self.tier.bind_region(self.memory.rows, self.memory.geometry, fingerprint)

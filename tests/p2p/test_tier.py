@@ -4,10 +4,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
-from p2p_kit import ROW, A, Engine, Serving, content, cpu_seconds, keys_of, wait_until
+from p2p_kit import PATIENCE, ROW, A, Engine, Serving, content, cpu_seconds, keys_of, wait_until
 
 from vllm_tiered_offload import JobResult, LookupResult, ReqContext
 from vllm_tiered_offload.testing.conformance.material import make_fingerprint
@@ -292,6 +293,39 @@ def test_loads_that_share_a_chunk_each_get_it(new_engine: NewEngine) -> None:
     first, second = puller.submit(KEYS[:5], range(5)), puller.submit(KEYS[3:], range(10, 15))
     assert puller.result(first).successful_keys == tuple(KEYS[:5])
     assert puller.result(second).successful_keys == tuple(KEYS[3:])
+
+
+def test_a_puller_that_cannot_start_holds_up_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its key file is not there: said once, and from then on there are misses and failed loads, not waits.
+
+    Made to fail by asking a thread that has ended.
+    """
+    peer = {"host": "127.0.0.1", "port": 1, "public_key": "k" * 40}
+    engine = Engine(key_file=str(tmp_path / "none"), peers_block=[peer])
+    wait_until(lambda: engine.tier._client is not None and engine.tier._client.has_ended, "the puller's end")
+    assert f"key_file {tmp_path / 'none'}" in caplog.text
+    engine.begin()
+    assert engine.tier.lookup(KEYS, A) == [MISS] * 8
+    assert engine.load(KEYS) == ()
+    assert engine.tier.drain(0.0)
+    engine.close()
+
+
+def test_a_puller_that_dies_ends_its_loads(new_engine: NewEngine) -> None:
+    """Made to fail by waiting for a thread that has ended: such a load keeps its rows for ever."""
+    hung = Serving()
+    hung.server._receive = lambda: time.sleep(0.01)  # type: ignore[method-assign]
+    puller = new_engine([hung.port], lookup_timeout=60.0, silence_timeout=60.0)
+    puller.begin()
+    job = puller.submit(KEYS)
+    puller.end_pass()
+    assert job not in puller.results
+    client = puller.tier._client
+    assert client is not None
+    assert client.stop(PATIENCE)
+    assert puller.result(job) == JobResult(job, False, ())
+    assert puller.tier.lookup(KEYS, A) == [MISS] * 8
+    hung.close()
 
 
 def test_keep_on_reset_goes_on(new_engine: NewEngine) -> None:

@@ -30,7 +30,7 @@ class IoThread:
         self._stopping = False
         self._poller = zmq.Poller()
         self.is_open = threading.Event()  # `_open` is over, well or not
-        self._ended = threading.Event()  # no socket and no row is touched any more
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -41,6 +41,11 @@ class IoThread:
         with self._bell_lock:
             if self._bell_is_open:
                 os.eventfd_write(self._bell, 1)
+
+    @property
+    def has_ended(self) -> bool:
+        """It was stopped, or could not go on: no socket and no row is touched any more."""
+        return self._ended.is_set()
 
     def stop(self, timeout: float) -> bool:
         """End the thread; whether it has ended within `timeout` seconds. May be called more than once."""

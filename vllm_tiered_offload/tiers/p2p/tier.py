@@ -182,13 +182,17 @@ class P2pTier(SecondaryTierManager):
             self._client.submit(Finish(request.number))
             self._stale = True
 
+    @property
+    def _may_pull(self) -> bool:
+        return not self._off and self._client is not None and not self._client.has_ended
+
     # ---- lookup ------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:
         with self._lock:
             self._absorb()
             request = self._requests.get(req_context.req_id)
-            if self._off or self._client is None or request is None or not request.addresses:
+            if not self._may_pull or request is None or not request.addresses:
                 return [MISS] * len(keys)
             now = self._clock()
             results: list[LookupResult] = []
@@ -254,7 +258,7 @@ class P2pTier(SecondaryTierManager):
             request = self._requests.get(job.req_context.req_id)
             load = _Load(next(self._numbers), job, request or RequestKnowledge(0, ()), self._epoch)
             self._loads[load.number] = load
-            if self._off or self._client is None or request is None or not self._has_rows(job):
+            if not self._may_pull or request is None or not self._has_rows(job):
                 self._end_load(load, ())
                 return
             self._advance(load)
@@ -359,7 +363,16 @@ class P2pTier(SecondaryTierManager):
                     self._shunned.add(corrupt)
                     if load is not None:
                         self._end_load(load, good)
+        if self._client is not None and self._client.has_ended:
+            self._end_all()
         self._wake()
+
+    def _end_all(self) -> None:
+        """The puller has ended: it could not open what it needs, or was stopped. Nothing more comes from it."""
+        for load in list(self._loads.values()):
+            self._end_load(load, ())
+        for request in self._requests.values():
+            request.clear()
 
     def _on_answered(self, request: RequestKnowledge, round_: int, found: Mapping[OffloadKey, Source]) -> None:
         absent = request.answer(round_, found, self._clock() + ABSENT_SECONDS)
@@ -406,11 +419,8 @@ class P2pTier(SecondaryTierManager):
         ended = [thread.stop(SHUTDOWN_SECONDS) for thread in (self._server, self._client) if thread is not None]
         with self._lock:
             self._absorb()
-            if not all(ended):
-                return
-            for load in list(self._loads.values()):
-                self._end_load(load, ())
-            self._rows = ()
+            if all(ended):
+                self._rows = ()
 
     # ---- telling -----------------------------------------------------------------------------------------------
 
