@@ -712,3 +712,24 @@ def test_a_broken_copy_engine_ends_offloading_but_not_serving(caplog: pytest.Log
         half.finish(one, aborted=True)
     half.step()
     half.assert_empty()
+
+
+def test_what_lies_behind_a_chunk_on_its_way_is_asked_for_meanwhile() -> None:
+    """The first chunk is being brought back while a tier still looks for the rest: it is asked again, so that the rest
+    follows at once and not one disk access later. Once all is known, only the one that is waited for is asked about.
+
+    Mutation: asking about the pending chunk alone from the first pass on.
+    """
+    half = Half()
+    request = half.add("a", 13)
+    keys = half.inner._requests["a"].keys[0].slice(0, 3)
+    half.manager.answers = {keys[0]: LookupResult.HIT_PENDING, keys[1]: LookupResult.RETRY, keys[2]: LookupResult.RETRY}
+    asked: list[int] = []
+    lookup = half.manager.lookup
+    half.manager.lookup = lambda keys, ctx: (asked.append(len(keys)), lookup(keys, ctx))[1]  # type: ignore[method-assign]
+    assert half.ask(request) == (None, False)
+    assert half.ask(request) == (None, False)
+    half.manager.answers = dict.fromkeys(keys, LookupResult.HIT_PENDING)
+    for _ in range(3):
+        assert half.ask(request) == (None, False)
+    assert asked == [3, 3, 3, 1, 1]

@@ -65,18 +65,19 @@ class LookupWait:
     last_progress: float = 0.0
     chunks: ChunkRange | None = None  # that the last question was about, while it is not answered
     stop: Prefix = Prefix(0, None)  # what ended the readable prefix of `chunks`
+    all_known: bool = True  # no tier was still looking for one of `chunks`
 
     def resume_at(self, chunks: ChunkRange) -> int:
         """How many leading ones of `chunks` were readable the last time."""
         return self.stop.hits if self.chunks == chunks else 0
 
-    def is_stopped_by(self, chunks: ChunkRange, reason: LookupResult) -> bool:
-        """Whether the last question was about `chunks` and ended at one that is `reason`."""
-        return self.chunks == chunks and self.stop.stop is reason
+    def waits_for_one(self, chunks: ChunkRange) -> bool:
+        """Whether all that was to be learnt about `chunks` is known, but when the chunk arrives that stopped them."""
+        return self.chunks == chunks and self.stop.stop is LookupResult.HIT_PENDING and self.all_known
 
-    def note(self, chunks: ChunkRange, prefix: Prefix) -> Prefix:
-        """Remember how far `chunks` are readable."""
-        self.chunks, self.stop = chunks, prefix
+    def note(self, chunks: ChunkRange, prefix: Prefix, *, all_known: bool) -> Prefix:
+        """Remember how far `chunks` are readable, and whether a tier still looks for one of them."""
+        self.chunks, self.stop, self.all_known = chunks, prefix, all_known
         return prefix
 
     def should_wait(

@@ -257,13 +257,14 @@ class OffloadingConnectorScheduler:
         first = chunks.first + begin
         keys = state.keys[0].slice(first, chunks.end)
         if not keys:
-            return wait.note(chunks, Prefix(begin, None))
-        pending = LookupResult.HIT_PENDING
-        if wait.is_stopped_by(chunks, pending) and self._manager.lookup(keys[:1], state.ctx)[0] is pending:
-            return wait.stop
+            return wait.note(chunks, Prefix(begin, None), all_known=True)
+        if wait.waits_for_one(chunks):
+            (answer,) = self._manager.lookup(keys[:1], state.ctx)
+            if answer is LookupResult.HIT_PENDING:
+                return wait.stop
         results = self._manager.lookup(keys, state.ctx)
         self._note_found(state, first, keys, results)
-        return wait.note(chunks, readable_prefix(results, begin))
+        return wait.note(chunks, readable_prefix(results, begin), all_known=LookupResult.RETRY not in results)
 
     def _note_found(
         self, state: RequestState, first: int, keys: Sequence[OffloadKey], results: Sequence[LookupResult]
