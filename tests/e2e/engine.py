@@ -169,7 +169,8 @@ class Engine:
     def leftovers(self) -> list[str]:
         """What this engine left in shared memory and among the processes."""
         left = [f"process {pid} ({process_title(pid)})" for pid in group_members(self.group)]
-        new = shared_memory() - self.shm_before - self.rank_files - mapped_shared_memory()
+        mapped = mapped_inodes()
+        new = [name for name in shared_memory() - self.shm_before - self.rank_files if inode_of(name) not in mapped]
         return left + [f"/dev/shm/{name}" for name in sorted(new)]
 
     def log_text(self) -> str:
@@ -219,16 +220,26 @@ def shared_memory() -> set[str]:
     return {entry.name for entry in shm.iterdir()} if shm.is_dir() else set()
 
 
-def mapped_shared_memory() -> set[str]:
-    """What some living process maps: of no engine, once its processes are gone."""
-    names = set()
+def inode_of(name: str) -> int | None:
+    """Of a file in shared memory; None when it has gone meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path("/dev/shm", name).stat().st_ino
+    return None
+
+
+def mapped_inodes() -> set[int | None]:
+    """What some living process maps is of no engine, once its processes are gone; what has gone (None) neither.
+
+    By inode: a semaphore is mapped under the name that it had while it was made.
+    """
+    inodes: set[int | None] = {None}
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = maps.read_text().splitlines()
         except OSError:  # ended meanwhile, or not ours to look into
             continue
-        names |= {line.partition("/dev/shm/")[2].split(" (deleted)")[0] for line in lines if "/dev/shm/" in line}
-    return names
+        inodes |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    return inodes
 
 
 def group_members(group: int) -> list[int]:
