@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,7 @@ def announcement(chunks: int, region: HostRegion | None = None) -> RegionAnnounc
 # ---- the two halves ------------------------------------------------------------------------------------------------
 
 
-class Half:
+class Half(ABC):
     """One scheduler half with its device pool and a CPU tier of `chunks` rows."""
 
     name: str
@@ -235,31 +236,36 @@ class Half:
     # What differs.
 
     @property
+    @abstractmethod
     def primary(self) -> Any:
         """The CPU tier."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin(self, req_id: str) -> Any:
         """A request at the CPU tier."""
-        raise NotImplementedError
 
+    @abstractmethod
     def store(self, keys: Sequence[OffloadKey], ctx: Any) -> None:
         """Make keys readable in the CPU tier."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def ack(meta: Any) -> KVConnectorOutput | None:
         """A worker that has done everything; None where there was nothing to do."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def num_jobs(meta: Any) -> int:
         """Device jobs of a step."""
-        raise NotImplementedError
 
+    @staticmethod
+    @abstractmethod
+    def num_rows(meta: Any) -> int:
+        """Rows that a step stores into."""
+
+    @abstractmethod
     def put_on_disk(self, keys: Sequence[OffloadKey]) -> None:
         """Chunks that the fs tier has and the CPU tier does not."""
-        raise NotImplementedError
 
     def settle(self) -> None:
         """Let the threads behind finish what nobody waits for any more, or they slow what is measured next."""

@@ -36,7 +36,7 @@ from unittest import mock
 import _intree as b
 import _intree_fs as fs
 import numpy as np
-from scheduler import log, table
+from _output import log, table, write_results
 from vllm.utils.gc_utils import freeze_gc_heap
 
 from vllm_tiered_offload.contract.jobs import JobMetadata, LookupResult, ReqContext
@@ -381,11 +381,7 @@ def main() -> None:
             out["lookup_us"] = max(map(statistics.median, lookups.values()))
     if "index" in args.only:
         out["index_bytes_per_key"] = index_bytes_per_key()
-    out = {key: round(value, 4) for key, value in out.items()}
-    print(json.dumps(out))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(out) + "\n")
+    write_results(out, args.json)
 
 
 if __name__ == "__main__":

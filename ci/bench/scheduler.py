@@ -20,10 +20,8 @@ A ratio is ours divided by in-tree, the worse of the small and the large tier (a
 
 import argparse
 import gc
-import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -35,6 +33,7 @@ from typing import Any
 
 import _intree as b
 import numpy as np
+from _output import log, table, write_results
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -578,18 +577,6 @@ def admit(scheduler: Scheduler, seed: int, chunks: int) -> None:
 # ---- telling -------------------------------------------------------------------------------------------------------
 
 
-def log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        print("  " + "   ".join(cells))
-    print(flush=True)
-
-
 def show_cases(cases: dict[str, Case], sizes: Sizes) -> None:
     header = ("case (microseconds)", "keys", "ours", "in-tree", "ratio min", "median", "max")
     table(header, [row for case in cases.values() for row in case.rows(sizes.keys)])
@@ -658,11 +645,7 @@ def main() -> None:
         for phase, key in (("decode", "step_decode"), ("prefill", "step_store")):
             pairs = zip(took[phase]["ours"], took[phase]["none"], strict=True)
             out[key] = statistics.median(x / y for x, y in pairs)
-    out = {key: round(value, 4) for key, value in out.items()}
-    print(json.dumps(out))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(out) + "\n")
+    write_results(out, args.json)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from math import ceil
 
@@ -15,7 +16,7 @@ logger = logging.getLogger(__name__)
 MAX_ERRORS_IN_A_ROW = 10
 
 
-class IoThread:
+class IoThread(ABC):
     """Derive from it: `_open`, `_turn`, `_next_timer`, `_close` run on the thread, everything else on any.
 
     An error in a turn is logged and the next turn comes; after MAX_ERRORS_IN_A_ROW the thread gives up.
@@ -58,17 +59,17 @@ class IoThread:
 
     # ---- what the thread does ----------------------------------------------------------------------------------
 
+    @abstractmethod
     def _open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         """Make sockets, and register them with `self._poller`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _turn(self, ready: Collection[object]) -> None:
         """Something happened. `ready` are the sockets that can be read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _next_timer(self) -> float | None:
         """When (clock) a turn is due although nothing happens; None for never."""
-        raise NotImplementedError
 
     def _close(self) -> None:
         """The thread ends."""
