@@ -117,7 +117,7 @@ def test_completions_may_follow_the_finish_signal(strict, first):
 def test_no_offload_call_after_on_request_finished(strict):
     """L1 with the story told, whether or not something is still in flight. Nothing reaches the tier.
 
-    Mutation: without the `allows(SUBMIT)` test in _may_submit nothing is raised.
+    Mutation: without the `allows(SUBMIT)` test in _admitted nothing is raised.
     """
     strict.on_new_request(R)
     store = strict.prepare_store(KEYS[:1], R)

@@ -77,7 +77,7 @@ def prefill(half: RealHalf, request: Request) -> None:
     assert not half.step({request: 8}).stores
 
 
-CALLS = pytest.mark.parametrize(("call", "name"), [(look_up, "lookup"), (admit, "touch"), (prefill, "prepare_stores")])
+CALLS = pytest.mark.parametrize(("call", "name"), [(look_up, "probe"), (admit, "touch"), (prefill, "prepare_stores")])
 
 
 @CALLS

@@ -732,4 +732,4 @@ def test_what_lies_behind_a_chunk_on_its_way_is_asked_for_meanwhile() -> None:
     half.manager.answers = dict.fromkeys(keys, LookupResult.HIT_PENDING)
     for _ in range(3):
         assert half.ask(request) == (None, False)
-    assert asked == [3, 3, 3, 1, 1]
+    assert asked == [1, 3, 1, 3, 1, 3, 1, 1]  # each time the first one alone, before the rest

@@ -41,6 +41,11 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (Phase.SIGNALLED, Event.COMPLETE): Phase.SIGNALLED,
 }
 
+# The table by row: what may happen in a phase, and where it leads.
+_ROWS: dict[Phase, dict[Event, Phase]] = {
+    phase: {event: after for (before, event), after in TRANSITIONS.items() if before is phase} for phase in Phase
+}
+
 HISTORY_LIMIT = 64
 
 
@@ -66,12 +71,12 @@ class RequestLifecycle:
 
     def allows(self, event: Event) -> bool:
         """Whether the table has a row for `event` now; changes nothing."""
-        return (self.phase, event) in TRANSITIONS
+        return event in _ROWS[self.phase]
 
     def advance(self, event: Event) -> None:
         """Follow the table. Raises InvalidTransition and changes nothing when it has no row."""
-        try:
-            self.phase = TRANSITIONS[self.phase, event]
-        except KeyError:
-            raise InvalidTransition(self.req_id, self.phase, event, self.history) from None
+        after = _ROWS[self.phase].get(event)
+        if after is None:
+            raise InvalidTransition(self.req_id, self.phase, event, self.history)
+        self.phase = after
         self._events.append(event)

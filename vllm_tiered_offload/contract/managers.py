@@ -61,8 +61,15 @@ class OffloadingManager(ABC):
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:
         """One result per key (prefix order), from memory alone. Has no effect on eviction order (see `touch`).
 
-        Nothing behind a MISS or RETRY is of use to the prefix: it may get the same answer without a look.
+        What another tier has may be set off to the rows, and is HIT_PENDING then.
         """
+
+    def probe(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """What is known of one chunk; nothing is moved for it. HIT means that some tier has it.
+
+        Most prompts are new, and nothing behind a chunk that is nowhere, or not known of yet, is of use.
+        """
+        return self.lookup([key], req_context)[0]
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:

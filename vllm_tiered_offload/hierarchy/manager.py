@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 # An Enum's member costs more to look up than most of what is done with it here.
 _SUBMIT, _COMPLETE = Event.SUBMIT, Event.COMPLETE
+_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 
 # How many requests are remembered after their end, for error texts, and how many unknown ones have had their warning.
 _REMEMBERED = 64
@@ -60,9 +61,13 @@ class HierarchyLimits:
 
     promotion_headroom: float = 0.1  # rows that promotions leave to the stores of running requests (V2)
     promotion_hold: float = 30.0  # how long a promoted row waits for the request that asked for it
-    promotion_rows: int = 32  # rows of one promotion job: each job that ends is progress that a request sees
+    promotion_bytes: int = 64 << 20  # of one promotion job: each job that ends is progress that a request sees
     cascade_share: float = 0.5  # rows that cascades may hold; beyond it chunks are not cascaded
     drain_timeout: float = 5.0  # per tier, at a reset or shutdown
+
+    def promotion_rows(self, row_bytes: int) -> int:
+        """Rows of one promotion job: enough for the threads of a tier, and few enough to end soon."""
+        return max(8, min(256, self.promotion_bytes // row_bytes))
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +114,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.guards = tuple(guards)
         self._strict = strict
         self._limits = limits
+        self._promotion_rows = limits.promotion_rows(1)  # until the region is bound nothing is promoted
         self._clock = clock
         self._region_access = region_access or RegionAccess()
         self._announcement: RegionAnnouncement | None = None
@@ -149,6 +155,7 @@ class TieringOffloadingManager(OffloadingManager):
     # ---- the region --------------------------------------------------------------------------------------------
 
     def bind_region(self, geometry: RegionGeometry) -> None:
+        self._promotion_rows = self._limits.promotion_rows(geometry.row_bytes)
         self.primary.bind_region(geometry)
 
     def open_region(self, announcement: RegionAnnouncement) -> None:
@@ -228,26 +235,31 @@ class TieringOffloadingManager(OffloadingManager):
     # ---- lookup and promotion ----------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:
-        if not self._may_submit(req_context, "lookup"):
-            return [LookupResult.MISS] * len(keys)
+        request = self._admitted(req_context, "lookup")
+        if request is None:
+            return [_MISS] * len(keys)
         if self.guards:
             self._collect_once()
-        # Most prompts are new, and nothing behind a chunk that nobody has, or nobody knows of yet, is of use.
-        results, found = self._ask_everyone(keys[:1], req_context)
-        if not found and (LookupResult.MISS in results or LookupResult.RETRY in results):
-            return results * len(keys)
-        results, found = self._ask_everyone(keys, req_context)
+        results, found = self._ask_everyone(keys, request)
         if found:
-            self._promote(keys, results, found, self._requests[req_context.req_id])
+            self._promote(keys, results, found, request)
         return results
 
+    def probe(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        request = self._admitted(req_context, "probe")
+        if request is None:
+            return _MISS
+        if self.guards:
+            self._collect_once()
+        results, found = self._ask_everyone([key], request)
+        return _HIT if found else results[0]
+
     def _ask_everyone(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self, keys: Sequence[OffloadKey], request: _Request
     ) -> tuple[list[LookupResult], dict[int, TierGuard]]:
         """The primary tier's answers, RETRY and HIT_PENDING of the tiers behind, and where they have what it misses."""
-        results = self.primary.lookup(keys, req_context)
-        request = self._requests[req_context.req_id]
-        if not request.guards or LookupResult.MISS not in results:
+        results = self.primary.lookup(keys, request.ctx)
+        if not request.guards or _MISS not in results:
             return results, {}
         return results, self._look_behind(keys, results, request)
 
@@ -256,11 +268,7 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> dict[int, TierGuard]:
         """Ask the tiers behind for what the primary one misses: where it is. Changes `results` where it is not."""
         unreadable = request.unreadable
-        asked = [
-            index
-            for index, result in enumerate(results)
-            if result is LookupResult.MISS and keys[index] not in unreadable
-        ]
+        asked = [index for index, result in enumerate(results) if result is _MISS and keys[index] not in unreadable]
         if not self._tiers_ready:
             hopeless = self._announcement is None or self._region_access.failed
             for index in () if hopeless else asked:
@@ -286,13 +294,13 @@ class TieringOffloadingManager(OffloadingManager):
             return missing
         answers = guard.lookup([keys[index] for index in asked], request.ctx)
         for index, answer in zip(asked, answers, strict=True):
-            if answer is LookupResult.HIT:
+            if answer is _HIT:
                 found[index] = guard
-            elif answer is LookupResult.MISS:
+            elif answer is _MISS:
                 missing.append(index)
             else:
                 results[index] = answer
-        for answer in (LookupResult.HIT, LookupResult.MISS):
+        for answer in (_HIT, _MISS):
             count = answers.count(answer)
             if count:
                 self._counters[metric_key("block_lookups_total", tier=guard.name, result=answer.value)] += count
@@ -310,7 +318,7 @@ class TieringOffloadingManager(OffloadingManager):
         pairs = [(keys[index], usable[index]) for index in promote]
         # Offered along, and accepted as present: nothing of the prefix that is continued may be evicted for it (V6).
         hits = [key for key, result in zip(keys, results, strict=True) if result is LookupResult.HIT] if pairs else []
-        for guard, run in runs_of(pairs, self._limits.promotion_rows):
+        for guard, run in runs_of(pairs, self._promotion_rows):
             prepared = self.primary.prepare_store([*hits, *run], request.ctx)
             accepted = prepared.num_accepted - len(hits)
             if prepared.keys:
@@ -324,11 +332,13 @@ class TieringOffloadingManager(OffloadingManager):
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """The request was admitted: what it waited for is pinned by its load now, or not wanted any more."""
-        if self._may_submit(req_context, "touch"):
-            self.primary.touch(keys, req_context)
-            self._holds.release(req_context.req_id)
-            for guard in self._ready if self._requests[req_context.req_id].guards else ():
-                guard.touch(keys, req_context)
+        request = self._admitted(req_context, "touch")
+        if request is None:
+            return
+        self.primary.touch(keys, req_context)
+        self._holds.release(req_context.req_id)
+        for guard in self._ready if request.guards else ():
+            guard.touch(keys, req_context)
 
     def hit_media(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[str]:
         request = self._requests.get(req_context.req_id)
@@ -338,11 +348,11 @@ class TieringOffloadingManager(OffloadingManager):
     # ---- loads and stores --------------------------------------------------------------------------------------
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PreparedLoad:
-        if not self._may_submit(req_context, "prepare_load"):
+        request = self._admitted(req_context, "prepare_load")
+        if request is None:
             return PreparedLoad((), ())
         prepared = self.primary.prepare_load(keys, req_context)
         if prepared.keys:
-            request = self._requests[req_context.req_id]
             request.lifecycle.advance(_SUBMIT)
             request.loads_in_flight += 1
             self._in_flight[prepared] = (request,)
@@ -356,14 +366,14 @@ class TieringOffloadingManager(OffloadingManager):
             self._settle(request)
 
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> PreparedStore:
-        admitted = [self._may_submit(ctx, "prepare_stores") for _, ctx in offers]
-        if not all(admitted):
-            return self._prepare_admitted(offers, admitted)
+        asking = [self._admitted(ctx, "prepare_stores") for _, ctx in offers]
+        if None in asking:
+            return self._prepare_admitted(offers, asking)
         if self.guards:
             self._collect_once()
             offers = self._without_promoting(offers)
         prepared = self.primary.prepare_stores(offers)
-        owners = [self._requests[ctx.req_id] for (_, ctx), taken in zip(offers, prepared.taken, strict=True) if taken]
+        owners = [request for request, taken in zip(asking, prepared.taken, strict=True) if taken and request]
         for request in owners:
             request.lifecycle.advance(_SUBMIT)
             request.stores_in_flight += 1
@@ -373,12 +383,12 @@ class TieringOffloadingManager(OffloadingManager):
             self._offer_all_present(offers, prepared)
         return prepared
 
-    def _prepare_admitted(self, offers: Sequence[StoreOffer], admitted: Sequence[bool]) -> PreparedStore:
+    def _prepare_admitted(self, offers: Sequence[StoreOffer], asking: Sequence[_Request | None]) -> PreparedStore:
         """As if the offers that may not submit had been declined."""
-        prepared = self.prepare_stores([offer for offer, good in zip(offers, admitted, strict=True) if good])
+        prepared = self.prepare_stores([offer for offer, request in zip(offers, asking, strict=True) if request])
         accepted, taken = iter(prepared.accepted), iter(prepared.taken)
-        prepared.accepted = [next(accepted) if good else 0 for good in admitted]
-        prepared.taken = [next(taken) if good else 0 for good in admitted]
+        prepared.accepted = [next(accepted) if request else 0 for request in asking]
+        prepared.taken = [next(taken) if request else 0 for request in asking]
         return prepared
 
     def _without_promoting(self, offers: Sequence[StoreOffer]) -> Sequence[StoreOffer]:
@@ -558,13 +568,13 @@ class TieringOffloadingManager(OffloadingManager):
 
     # ---- contract keeping --------------------------------------------------------------------------------------
 
-    def _may_submit(self, req_context: ReqContext, call: str) -> bool:
-        """Whether the request may ask and submit now. Runs before anything is allocated (L7)."""
+    def _admitted(self, req_context: ReqContext, call: str) -> _Request | None:
+        """The request, if it may ask and submit now. Runs before anything is allocated (L7)."""
         request = self._requests.get(req_context.req_id)
         if request is not None and request.lifecycle.allows(_SUBMIT):
-            return not request.refused
+            return None if request.refused else request
         self._break_contract(request or self._find(req_context.req_id), call, _SUBMIT)
-        return False
+        return None
 
     def _complete(self, prepared: PreparedLoad | PreparedStore) -> Sequence[_Request]:
         """Whose handle this is; nobody's if it is empty or foreign, which is the primary tier's to judge."""

@@ -16,8 +16,8 @@ class BlockPins:
         self._max_share = max_share
         self._pool: BlockPoolView | None = None
         self._limit = 0
-        self._blocks: dict[int, BlockView] = {}  # pinned blocks by id; the keys of _pins
-        self._pins: dict[int, int] = {}  # our references by block id, all > 0
+        self._blocks: dict[int, BlockView] = {}  # pinned blocks by id
+        self._more: dict[int, int] = {}  # our references to some of them beyond the first, all > 0
 
     def bind(self, pool: BlockPoolView) -> None:
         """`pool` is the engine's device block pool. One of its blocks is the placeholder and never usable."""
@@ -31,39 +31,43 @@ class BlockPins:
     @property
     def num_blocks(self) -> int:
         """Device blocks pinned now."""
-        return len(self._pins)
+        return len(self._blocks)
 
     @property
     def room(self) -> int:
         """How many more blocks may be pinned."""
-        return self._limit - len(self._pins)
+        return self._limit - len(self._blocks)
 
     def pin(self, blocks: Sequence[BlockView]) -> None:
         """Take one reference to each block."""
         assert self._pool is not None
         self._pool.touch(blocks)
-        pins, held = self._pins, self._blocks
+        held, more = self._blocks, self._more
         for block in blocks:
             block_id = block.block_id
-            held[block_id] = block
-            pins[block_id] = pins.get(block_id, 0) + 1
+            if block_id in held:
+                more[block_id] = more.get(block_id, 0) + 1
+            else:
+                held[block_id] = block
 
     def unpin(self, blocks: Sequence[BlockView]) -> None:
         """Give one reference back for each block. Tails first: vLLM evicts what was freed first."""
         assert self._pool is not None
-        pins, held = self._pins, self._blocks
+        held, more = self._blocks, self._more
         for block in blocks:
             block_id = block.block_id
-            left = pins[block_id] - 1
-            if left:
-                pins[block_id] = left
+            if block_id not in more:
+                del held[block_id]
+            elif more[block_id] == 1:
+                del more[block_id]
             else:
-                del pins[block_id], held[block_id]
+                more[block_id] -= 1
         self._pool.free_blocks(blocks[::-1])
 
     def hold_back_memory(self) -> bool:
         """Whether giving all pins back would free at least one block now."""
-        return any(block.ref_cnt == self._pins[block_id] for block_id, block in self._blocks.items())
+        more = self._more
+        return any(block.ref_cnt == 1 + more.get(block_id, 0) for block_id, block in self._blocks.items())
 
     def pool_is_empty(self) -> bool:
         """Whether no block is in use: right after vLLM's own reset this tells that it succeeded."""

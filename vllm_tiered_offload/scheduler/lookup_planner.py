@@ -6,12 +6,15 @@ prefix taken from a tier then has the very shape of a prefix taken from the devi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_tiered_offload.contract.jobs import LookupResult
 
+# An Enum's member costs more to look up than most of what is done with it here.
+_HIT, _HIT_PENDING, _RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY
 
-@dataclass(frozen=True, slots=True)
-class ChunkRange:
+
+class ChunkRange(NamedTuple):
     """Chunks [first, end) of a request; empty when end <= first."""
 
     first: int
@@ -32,20 +35,21 @@ def lookup_range(
     return ChunkRange(num_computed_tokens // chunk_tokens, usable_tokens // chunk_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(NamedTuple):
     """How far the looked-up chunks are readable: `hits` leading ones; `stop` is what ended them (None: nothing did)."""
 
     hits: int
     stop: LookupResult | None
 
 
+_NOTHING_READABLE = Prefix(0, None)
+
+
 def readable_prefix(results: Sequence[LookupResult], before: int = 0) -> Prefix:
     """Only what is readable now counts as a hit (D8). `before`: readable chunks in front of those asked for."""
-    hit = LookupResult.HIT
-    if results.count(hit) == len(results):
+    if results.count(_HIT) == len(results):
         return Prefix(before + len(results), None)
-    hits = next(index for index, result in enumerate(results) if result is not hit)
+    hits = next(index for index, result in enumerate(results) if result is not _HIT)
     return Prefix(before + hits, results[hits])
 
 
@@ -64,7 +68,7 @@ class LookupWait:
     best_end: int = -1  # end of the readable prefix, in chunks of the request
     last_progress: float = 0.0
     chunks: ChunkRange | None = None  # that the last question was about, while it is not answered
-    stop: Prefix = Prefix(0, None)  # what ended the readable prefix of `chunks`
+    stop: Prefix = _NOTHING_READABLE  # what ended the readable prefix of `chunks`
     all_known: bool = True  # no tier was still looking for one of `chunks`
 
     def resume_at(self, chunks: ChunkRange) -> int:
@@ -73,7 +77,7 @@ class LookupWait:
 
     def waits_for_one(self, chunks: ChunkRange) -> bool:
         """Whether all that was to be learnt about `chunks` is known, but when the chunk arrives that stopped them."""
-        return self.chunks == chunks and self.stop.stop is LookupResult.HIT_PENDING and self.all_known
+        return self.chunks == chunks and self.stop.stop is _HIT_PENDING and self.all_known
 
     def note(self, chunks: ChunkRange, prefix: Prefix, *, all_known: bool) -> Prefix:
         """Remember how far `chunks` are readable, and whether a tier still looks for one of them."""
@@ -89,9 +93,9 @@ class LookupWait:
         if end > self.best_end:
             self.best_end = end
             self.last_progress = now
-        if stop is LookupResult.RETRY:
+        if stop is _RETRY:
             return now - self.first_asked < retry_timeout
-        if stop is LookupResult.HIT_PENDING:
+        if stop is _HIT_PENDING:
             return now - self.last_progress < pending_timeout
         return False
 

@@ -1,7 +1,8 @@
 """What the scheduler half remembers of one request."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from vllm_tiered_offload.contract.jobs import OffloadPolicy, PreparedLoad, ReqContext
 from vllm_tiered_offload.contract.keys import OffloadKey, group_suffix
@@ -35,8 +36,7 @@ class ChunkKeys:
             made = len(keys) * per_chunk
         end = min(end, len(hashes) // per_chunk) * per_chunk
         if made < end:
-            suffix = self._suffix
-            keys += [OffloadKey(one + suffix) for one in hashes[made + per_chunk - 1 : end : per_chunk]]
+            keys += self.anew(len(keys), end // per_chunk)
             self._last_hash = hashes[end - 1]
         return keys
 
@@ -53,6 +53,12 @@ class ChunkKeys:
     def slice(self, first: int, end: int) -> list[OffloadKey]:
         """The keys of chunks [first, end), as far as they are hashed."""
         return self.upto(end)[first:end]
+
+    def anew(self, first: int, end: int) -> list[OffloadKey]:
+        """As `slice`, without looking for or keeping any: for chunks that are asked for once."""
+        per_chunk, suffix = self._per_chunk, self._suffix
+        hashes = self._request.block_hashes[(first + 1) * per_chunk - 1 : end * per_chunk : per_chunk]
+        return cast(list[OffloadKey], [one + suffix for one in hashes])  # OffloadKey() would cost a call a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,7 @@ class Offer:
     first_chunk: int
     end: int
     keys: list[OffloadKey]
-    blocks: list[BlockView]  # blocks_per_chunk a key
+    blocks: Sequence[BlockView]  # blocks_per_chunk a key
 
 
 @dataclass(slots=True)

@@ -72,6 +72,8 @@ logger = logging.getLogger(__name__)
 
 # An Enum's member costs more to look up than most of what is done with it here.
 _SUBMIT, _COMPLETE = Event.SUBMIT, Event.COMPLETE
+_HIT, _HIT_PENDING = LookupResult.HIT, LookupResult.HIT_PENDING
+_MISS, _RETRY = LookupResult.MISS, LookupResult.RETRY
 
 NOTHING: tuple[int, bool] = (0, False)
 ASK_AGAIN: tuple[None, bool] = (None, False)
@@ -112,6 +114,7 @@ class OffloadingConnectorScheduler:
         self._role = role
         self._clock = clock
         self._strict = settings.lifecycle == "strict"
+        self._max_offers = settings.max_store_offers
         self._resolve_blocks: ResolveBlockTables | None = None
 
         self._requests: dict[str, RequestState] = {}  # tracked or finishing, by request id
@@ -210,9 +213,11 @@ class OffloadingConnectorScheduler:
             return NOTHING
         if not self._region_bound:
             return ASK_AGAIN if self._waiting_for_region() else NOTHING
-        with self._contained(state):
+        try:
             return self._look_up(state, num_computed_tokens)
-        return NOTHING
+        except Exception as error:
+            self._skip(state, error)
+            return NOTHING
 
     def _waiting_for_region(self) -> bool:
         now = self._clock()
@@ -227,10 +232,10 @@ class OffloadingConnectorScheduler:
             return NOTHING
         self._stats.count("lookup_tokens_total", state.request.num_tokens - num_computed_tokens)
         prefix = self._readable(state, chunks)
+        keys = state.keys[0].slice(chunks.first, chunks.first + prefix.hits)
         # Somebody else is loading this very prefix: soon it is a device hit, and one load serves everybody.
-        first_key = state.keys[0].slice(chunks.first, chunks.first + min(prefix.hits, 1))
-        shared = prefix.stop is not LookupResult.RETRY and bool(first_key) and self._jobs.is_loading(first_key[0])
-        reason = LookupResult.HIT_PENDING if shared else prefix.stop
+        shared = bool(keys) and prefix.stop is not _RETRY and self._jobs.is_loading(keys[0])
+        reason = _HIT_PENDING if shared else prefix.stop
         limits = self._settings.retry_timeout, self._settings.pending_timeout
         if state.wait.should_wait(chunks.first + prefix.hits, reason, self._clock(), *limits):
             return ASK_AGAIN
@@ -238,7 +243,6 @@ class OffloadingConnectorScheduler:
         if not tokens:
             return NOTHING
         state.lifecycle.advance(_SUBMIT)
-        keys = state.keys[0].slice(chunks.first, chunks.first + prefix.hits)
         prepared = self._manager.prepare_load(keys, state.ctx)
         state.reservation = Reservation(prepared, num_computed_tokens, chunks.first)
         self._reserving[state.req_id] = state
@@ -255,29 +259,35 @@ class OffloadingConnectorScheduler:
         wait = state.wait
         begin = wait.resume_at(chunks)
         first = chunks.first + begin
-        keys = state.keys[0].slice(first, chunks.end)
-        if not keys:
+        head = state.keys[0].slice(first, min(first + 1, chunks.end))
+        if not head:
             return wait.note(chunks, Prefix(begin, None), all_known=True)
-        if wait.waits_for_one(chunks):
-            (answer,) = self._manager.lookup(keys[:1], state.ctx)
-            if answer is LookupResult.HIT_PENDING:
-                return wait.stop
+        answer = self._manager.probe(head[0], state.ctx)
+        if answer is _MISS or answer is _RETRY:
+            return wait.note(chunks, Prefix(begin, answer), all_known=answer is _MISS)
+        if answer is _HIT_PENDING and wait.waits_for_one(chunks):
+            return wait.stop
+        keys = state.keys[0].slice(first, chunks.end)
         results = self._manager.lookup(keys, state.ctx)
-        self._note_found(state, first, keys, results)
-        return wait.note(chunks, readable_prefix(results, begin), all_known=LookupResult.RETRY not in results)
+        if self._events is not None:
+            self._note_found(self._events, state, first, keys, results)
+        return wait.note(chunks, readable_prefix(results, begin), all_known=_RETRY not in results)
 
+    @staticmethod
     def _note_found(
-        self, state: RequestState, first: int, keys: Sequence[OffloadKey], results: Sequence[LookupResult]
+        events: EventLedger,
+        state: RequestState,
+        first: int,
+        keys: Sequence[OffloadKey],
+        results: Sequence[LookupResult],
     ) -> None:
         """This request knows the tokens of chunks that some tier brought back; for the request's life."""
-        if self._events is None:
-            return
         found = [
             (first + index, key)
             for index, (key, result) in enumerate(zip(keys, results, strict=True))
-            if result in (LookupResult.HIT, LookupResult.HIT_PENDING) and key not in self._events
+            if (result is _HIT or result is _HIT_PENDING) and key not in events
         ]
-        self._events.hold(state.request, found)
+        events.hold(state.request, found)
         state.noted_keys += [key for _, key in found]
 
     def _release_reservation(self, state: RequestState) -> None:
@@ -345,13 +355,12 @@ class OffloadingConnectorScheduler:
 
     # ---- store -------------------------------------------------------------------------------------------------
 
+    @property
+    def _takes_stores(self) -> bool:
+        return self._role.stores and self._region_bound
+
     def _may_store(self, state: RequestState) -> bool:
-        return (
-            self._role.stores
-            and self._region_bound
-            and not (state.stale or state.skipped)
-            and state.declines < self._settings.max_store_offers
-        )
+        return not (state.stale or state.skipped) and state.declines < self._max_offers
 
     def _plan_offer(self, state: RequestState, written_tokens: int, room: int) -> Offer | None:
         """The chunks that are full once `written_tokens` slots are written, as far as `room` device blocks go."""
@@ -373,9 +382,8 @@ class OffloadingConnectorScheduler:
     def _cut_offer(self, state: RequestState, end: int, room: int) -> Offer:
         """Chunks up to `end`, or as many leading ones as may be pinned and hold nothing but real blocks."""
         first, per_chunk = state.next_chunk, self._per_chunk
-        fitting = first + chunks_within_pins(end - first, per_chunk, room)
-        blocks = self._chunk_blocks(state, first, fitting)
-        return Offer(state, first, end, state.keys[0].slice(first, first + len(blocks) // per_chunk), blocks)
+        blocks = self._chunk_blocks(state, first, first + chunks_within_pins(end - first, per_chunk, room))
+        return Offer(state, first, end, state.keys[0].anew(first, first + len(blocks) // per_chunk), blocks)
 
     def _note_accepted(self, offer: Offer, num_accepted: int) -> None:
         """`num_accepted` leading chunks of an offer need no further one."""
@@ -391,15 +399,17 @@ class OffloadingConnectorScheduler:
         state.declines += 1
         self._stats.count("declined_stores_total", reason=reason)
 
-    def _chunk_blocks(self, state: RequestState, first: int, end: int) -> list[BlockView]:
+    def _chunk_blocks(self, state: RequestState, first: int, end: int) -> Sequence[BlockView]:
         """Device blocks of chunks [first, end), or as many leading chunks as hold nothing but real blocks."""
         assert self._resolve_blocks is not None
         per_chunk = self._per_chunk
-        blocks = list(self._resolve_blocks(state.ctx.req_id)[0][first * per_chunk : end * per_chunk])
+        blocks = self._resolve_blocks(state.ctx.req_id)[0][first * per_chunk : end * per_chunk]
+        real = len(blocks)
         for index, block in enumerate(blocks):
             if block.is_null:
-                return blocks[: index // per_chunk * per_chunk]
-        return blocks[: len(blocks) // per_chunk * per_chunk]
+                real = index
+                break
+        return blocks if real == (end - first) * per_chunk else blocks[: real - real % per_chunk]
 
     def _store(self, offers: Sequence[Offer]) -> None:
         """Offer the chunks of a step to the manager; what it takes becomes one job."""
@@ -414,8 +424,9 @@ class OffloadingConnectorScheduler:
             end += taken
             states.append(offer.state)
             offer.state.lifecycle.advance(_SUBMIT)
-            keys = prepared.keys[end - taken : end]
-            blocks += blocks_of_keys(keys, offer.keys, offer.blocks, self._per_chunk)
+            whole = taken == len(offer.keys)
+            keys = offer.keys if whole else prepared.keys[end - taken : end]
+            blocks += offer.blocks if whole else blocks_of_keys(keys, offer.keys, offer.blocks, self._per_chunk)
             if self._events is not None:
                 self._hold_events(self._events, offer, keys)
         if not states:
@@ -435,7 +446,7 @@ class OffloadingConnectorScheduler:
     def _pin_final_chunks(self, state: RequestState, written_tokens: int) -> None:
         hashed = len(state.request.block_hashes) * self._shape.hash_tokens
         end = storable_chunks(written_tokens, hashed, self._shape.chunk_tokens, state.store_limit)
-        if end <= state.next_chunk or not self._may_store(state):
+        if end <= state.next_chunk or not (self._takes_stores and self._may_store(state)):
             return
         offer = self._cut_offer(state, end, self._pins.room)
         if offer.keys:
@@ -505,13 +516,13 @@ class OffloadingConnectorScheduler:
     def _store_all(self, over: Sequence[RequestState], num_scheduled_tokens: Mapping[str, int]) -> None:
         """Store what this step completes: last chunks of requests that are over, and full ones of the others."""
         offers = [state.final for state in over if state.final is not None]
-        requests, room = self._requests, self._pins.room
+        requests, room, takes_stores = self._requests, self._pins.room, self._takes_stores
         for req_id, num_tokens in num_scheduled_tokens.items():
             state = requests.get(req_id)
             if state is None:
                 continue
             written = state.written_tokens = state.request.num_computed_tokens + num_tokens
-            if written < state.quiet_until:
+            if written < state.quiet_until or not takes_stores:
                 continue
             try:
                 offer = self._plan_offer(state, written, room)

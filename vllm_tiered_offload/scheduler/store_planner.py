@@ -51,8 +51,6 @@ def blocks_of_keys(
     chosen: Sequence[OffloadKey], keys: Sequence[OffloadKey], blocks: Sequence[BlockView], per_chunk: int
 ) -> Sequence[BlockView]:
     """The device blocks of `chosen`, a subsequence of `keys`; key i has blocks [i * per_chunk, (i + 1) * per_chunk)."""
-    if len(chosen) == len(keys):
-        return blocks
     wanted = iter(chosen)
     want = next(wanted, None)
     picked: list[BlockView] = []

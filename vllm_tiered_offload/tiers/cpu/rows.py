@@ -75,21 +75,26 @@ class RowAllocator:
 
     def pin(self, rows: Iterable[int]) -> None:
         """One more user for each row."""
-        pins = self.pins
+        pins, newly = self.pins, 0
         for row in rows:
-            if not pins[row]:
-                self.num_pinned += 1
-            pins[row] += 1
+            before = pins[row]
+            pins[row] = before + 1
+            if not before:
+                newly += 1
+        self.num_pinned += newly
 
     def unpin(self, rows: Iterable[int]) -> None:
         """One user less for each row; an orphaned one that nobody uses any more becomes free."""
-        pins, orphaned = self.pins, self.orphaned
+        pins, unused = self.pins, []
         for row in rows:
-            left = pins[row] = pins[row] - 1
+            left = pins[row] - 1
+            pins[row] = left
             if not left:
-                self.num_pinned -= 1
-                if row in orphaned:
-                    self.settle(row)
+                unused.append(row)
+        self.num_pinned -= len(unused)
+        if self.orphaned:
+            for row in unused:
+                self.settle(row)
 
     def settle(self, row: int) -> None:
         """A use of `row` has ended: free it if it is orphaned and this was the last one."""

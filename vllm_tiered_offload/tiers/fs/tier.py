@@ -440,7 +440,8 @@ class FsTier(SecondaryTierManager):
             index.end_reads(keys)
             if not index.has_all(keys):
                 index.add([(key, self._frame_bytes) for key in keys], job.req_id)
-            self._take_note_of_bad([(job.keys[part], fault, discarded) for part, fault, discarded in bad])
+            if bad:
+                self._take_note_of_bad([(job.keys[part], fault, discarded) for part, fault, discarded in bad])
         self._jobs.end_parts(job, len(message.good), [part for part, _, _ in bad], self._epoch)
 
     def _take_note_of_bad(self, loads: Sequence[tuple[OffloadKey, Fault, bool]]) -> None:

@@ -44,7 +44,7 @@ class D5OwnKeys(Checker):
     """
 
     name = "d5"
-    CALLS = ("lookup", "touch", "prepare_load", "prepare_stores")
+    CALLS = ("probe", "lookup", "touch", "prepare_load", "prepare_stores")
 
     def __init__(self, sim: "Simulation") -> None:
         super().__init__(sim)
@@ -67,6 +67,9 @@ class D5OwnKeys(Checker):
             if len(own) == len(keys):
                 return request, own
         raise self.broken(f"{call}: not all {len(keys)} keys are the request's", ctx.req_id)
+
+    def _probe(self, key: OffloadKey, ctx: ReqContext) -> None:
+        self._own("probe", [key], ctx)
 
     def _lookup(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         self._own("lookup", keys, ctx)

@@ -173,6 +173,7 @@ class V1BoundedWaiting(Checker):
         self._region_asked: float | None = None
         if hasattr(sim.manager, "lookup"):
             spy(sim.manager, "lookup", lambda *_args: None, self._looked_up)
+            spy(sim.manager, "probe", lambda *_args: None, self._probed)
 
     def _looked_up(self, results: list[LookupResult], keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         """A lookup may be of a part of the prompt: what counts is where in it the readable prefix ends."""
@@ -183,6 +184,10 @@ class V1BoundedWaiting(Checker):
         if end > self._progress.get(ctx.req_id, (-1, 0.0))[0]:
             self._progress[ctx.req_id] = (end, now)
         self._stopped_by[ctx.req_id] = results[hits] if hits < len(results) else LookupResult.HIT
+
+    def _probed(self, result: LookupResult, key: OffloadKey, ctx: ReqContext) -> None:
+        if result is not LookupResult.HIT:  # else a lookup follows
+            self._looked_up([result], [key], ctx)
 
     def _chunk(self, req_id: str, key: OffloadKey) -> int:
         """Which chunk of the request has this key."""
