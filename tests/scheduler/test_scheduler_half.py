@@ -450,12 +450,12 @@ def test_a_session_that_went_another_way_does_not_find_its_old_chunks() -> None:
     Mutation: keeping a chunk's key while there are hashes for it answers (8, True), with the old session's KV.
     """
     half = Half()
-    request = half.add("a", 8)
-    half.ack(half.start(request, 8))
+    stored_and_resident(half, "warm", 9)
+    request = half.add("a", 9)
+    assert half.ask(request) == (8, True)
     del request.tokens[4:], request.block_hashes[1:]
     request.tokens += [7, 7, 7, 7, 7]
     request.hash_blocks()
-    half.preempt(request)
     half.step()
     assert half.ask(request) == (4, True)
 
