@@ -1,5 +1,7 @@
 """What the tests of the peer tier are made of: an engine with chunks in memory, and a puller that says anything."""
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +20,11 @@ from vllm_tiered_offload import (
     ReqContext,
 )
 from vllm_tiered_offload.testing.conformance.material import content, keys_of, make_fingerprint, make_rows
+from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
 from vllm_tiered_offload.tiers.cpu.tier import CpuTier, CpuTierSettings
+from vllm_tiered_offload.tiers.p2p.framing import LENGTH, frame
 from vllm_tiered_offload.tiers.p2p.leases import PromiseLimits, Promises
-from vllm_tiered_offload.tiers.p2p.messages import Answer, Hello, Question, decode_answer, encode
+from vllm_tiered_offload.tiers.p2p.messages import Answer, Data, Hello, Question, decode_answer, encode
 from vllm_tiered_offload.tiers.p2p.server import PeerServer
 from vllm_tiered_offload.tiers.p2p.serving import Owner, greeting
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
@@ -177,7 +181,64 @@ class Engine:
 
 
 class Puller:
-    """A peer that says what the test says."""
+    """A peer on the plain port that says what the test says."""
+
+    def __init__(self, port: int, row_bytes: int = ROW) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
+        self.row_bytes = row_bytes
+
+    def say(self, question: Question) -> None:
+        self.send(encode(question))
+
+    def send(self, message: bytes) -> None:
+        """Whatever it is."""
+        self.socket.sendall(frame(message))
+
+    def hear(self, seconds: float = PATIENCE) -> tuple[Answer, list[bytes]] | None:
+        """The next answer and what follows it; None where none comes, or no more ever."""
+        try:
+            self.socket.settimeout(seconds)
+            [length] = LENGTH.unpack(self._receive(LENGTH.size))
+            self.socket.settimeout(PATIENCE)
+            answer = decode_answer(self._receive(length))
+            sizes = (HEADER_BYTES, self.row_bytes) if isinstance(answer, Data) else ()
+            return answer, [self._receive(size) for size in sizes]
+        except OSError:
+            return None
+
+    def _receive(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            some = self.socket.recv(size - len(data))
+            if not some:
+                raise OSError("closed")
+            data += some
+        return bytes(data)
+
+    def skip_answers(self) -> None:
+        """Read what is there, whatever it is."""
+        self.socket.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while self.socket.recv(1 << 20):
+                pass
+        self.socket.settimeout(PATIENCE)
+
+    def ask(self, question: Question) -> Answer:
+        """One round trip."""
+        self.say(question)
+        heard = self.hear()
+        assert heard is not None, f"no answer to {question}"
+        return heard[0]
+
+    def greet(self, hello: Hello) -> Answer:
+        return self.ask(hello)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class KeyedPuller:
+    """A peer on the encrypted port."""
 
     def __init__(self, port: int, **options: bytes) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -195,17 +256,7 @@ class Puller:
         if not self.socket.poll(int(seconds * 1000)):
             return None
         parts = self.socket.recv_multipart()
-        return decode_answer(parts), parts[1:]
-
-    def ask(self, question: Question) -> Answer:
-        """One round trip."""
-        self.say(question)
-        heard = self.hear()
-        assert heard is not None, f"no answer to {question}"
-        return heard[0]
-
-    def greet(self, hello: Hello) -> Answer:
-        return self.ask(hello)
+        return decode_answer(parts[0]), parts[1:]
 
     def close(self) -> None:
         self.context.destroy(linger=0)

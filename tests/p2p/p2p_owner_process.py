@@ -26,13 +26,13 @@ def main() -> None:
     server = tier._server
     assert server is not None
     assert server.is_open.wait(PATIENCE)
-    row_parts = server._row_parts
+    prove = server._prove
 
-    def slowly(reply, row):
+    def slowly(row):
         time.sleep(seconds)
-        return row_parts(reply, row)
+        return prove(row)
 
-    server._row_parts = slowly  # type: ignore[method-assign]
+    server._prove = slowly  # type: ignore[method-assign]
     print(tier.port, flush=True)
     signal.pause()
 

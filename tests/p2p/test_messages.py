@@ -7,22 +7,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
 from vllm_tiered_offload.tiers.p2p.messages import (
     EPOCH_BYTES,
+    MAX_AGENT_BYTES,
     MAX_KEY_BYTES,
     MAX_KEYS,
     MAX_MESSAGE_BYTES,
     MAX_PARTS,
     Answer,
+    Confirm,
     Data,
     Fetch,
     Found,
     Hello,
     Lookup,
+    Memory,
     MessageError,
     Ping,
     Pong,
+    Proofs,
     Question,
+    Reading,
     Reason,
     Refuse,
     Release,
@@ -40,18 +46,28 @@ names = st.text(max_size=40)
 parts = st.integers(0, MAX_KEYS - 1)
 keys = st.binary(min_size=1, max_size=MAX_KEY_BYTES)
 
+memories = st.builds(Memory, st.binary(min_size=1, max_size=99), *[numbers] * 3, st.binary(min_size=16, max_size=16))
+
 questions: st.SearchStrategy[Question] = st.one_of(
     st.builds(
         Hello, numbers, st.binary(min_size=32, max_size=32), st.lists(numbers, max_size=4).map(tuple), numbers, names
     ),
     st.builds(Lookup, numbers, numbers, st.lists(keys, min_size=1, max_size=8).map(tuple)),
-    st.builds(Fetch, numbers, numbers, epochs, st.lists(parts, min_size=1, max_size=8).map(tuple)),
+    *(
+        st.builds(message, numbers, numbers, epochs, st.lists(parts, min_size=1, max_size=8).map(tuple))
+        for message in (Fetch, Reading, Confirm)
+    ),
     st.builds(Release, numbers, numbers),
     st.builds(Ping, numbers),
 )
 answers: st.SearchStrategy[Answer] = st.one_of(
-    st.builds(Welcome, epochs, names),
-    st.builds(Found, numbers, numbers, epochs, st.lists(parts, max_size=8).map(tuple), st.floats(0, 86400)),
+    st.builds(Welcome, epochs, names, st.none() | memories),
+    st.builds(
+        Found,
+        *(numbers, numbers, epochs, st.lists(parts, max_size=8).map(tuple), st.floats(0, 86400)),
+        st.lists(numbers, max_size=8).map(tuple),
+    ),
+    st.builds(Proofs, numbers, numbers, st.just((0, 1)), st.just((bytes(HEADER_BYTES),) * 2)),
     st.builds(Data, numbers, numbers, parts),
     st.builds(Refuse, numbers, numbers, st.sampled_from(Reason)),
     st.builds(Pong, numbers),
@@ -63,42 +79,39 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=20,
 )
-TAGS = ["hello", "welcome", "lookup", "found", "fetch", "data", "release", "refuse", "ping", "pong"]
-
-
-def behind(answer: Answer) -> list[bytes]:
-    """What follows on the wire."""
-    return [b"header", b"row"] if isinstance(answer, Data) else []
+TAGS = [
+    *("hello", "welcome", "lookup", "found", "fetch", "data", "reading", "confirm", "proofs"),
+    *("release", "refuse", "ping", "pong"),
+]
 
 
 def verdict(data: bytes) -> None:
     """Reading gives a message or a MessageError; anything else fails the test."""
     for decode in (decode_question, decode_answer):
-        for wire in ([data], [data, b"", b""], [data] * 4, []):
-            try:
-                message = decode(wire)
-            except MessageError:
-                continue
-            assert decode([encode(message), *wire[1:]]) == message
+        try:
+            message = decode(data)
+        except MessageError:
+            continue
+        assert decode(encode(message)) == message
 
 
 @given(questions)
 def test_question_is_read_as_it_was_written(question: Question) -> None:
-    assert decode_question([encode(question)]) == question
+    assert decode_question(encode(question)) == question
 
 
 @given(answers)
 def test_answer_is_read_as_it_was_written(answer: Answer) -> None:
-    assert decode_answer([encode(answer), *behind(answer)]) == answer
+    assert decode_answer(encode(answer)) == answer
 
 
 @given(questions, answers)
 def test_each_side_says_only_what_is_its_own(question: Question, answer: Answer) -> None:
     """Made to fail by one decoder for both."""
     with pytest.raises(MessageError):
-        decode_answer([encode(question)])
+        decode_answer(encode(question))
     with pytest.raises(MessageError):
-        decode_question([encode(answer)])
+        decode_question(encode(answer))
 
 
 @settings(max_examples=200)
@@ -156,7 +169,7 @@ EPOCH = bytes(EPOCH_BYTES)
 )
 def test_question_beyond_a_bound_is_refused(beyond: Question) -> None:
     with pytest.raises(MessageError):
-        decode_question([encode(beyond)])
+        decode_question(encode(beyond))
 
 
 @pytest.mark.parametrize(
@@ -168,20 +181,24 @@ def test_question_beyond_a_bound_is_refused(beyond: Question) -> None:
         Found(0, 0, EPOCH, (-1,), 1.0),
         Data(0, 0, MAX_KEYS),
         Welcome(b"", ""),
+        Welcome(EPOCH, "", Memory(bytes(MAX_AGENT_BYTES + 1), 0, 0, 0, bytes(16))),
+        Welcome(EPOCH, "", Memory(b"agent", -1, 0, 0, bytes(16))),
+        Proofs(0, 0, (0,), (bytes(HEADER_BYTES - 1),)),
+        Proofs(0, 0, (0,), (bytes(HEADER_BYTES),) * (MAX_PARTS + 1)),
     ],
 )
 def test_answer_beyond_a_bound_is_refused(beyond: Answer) -> None:
     with pytest.raises(MessageError):
-        decode_answer([encode(beyond), *behind(beyond)])
+        decode_answer(encode(beyond))
 
 
 def test_largest_question_fits() -> None:
     """Otherwise the largest question that a puller may put would be cut off by the socket."""
     largest = Lookup((1 << 63) - 1, (1 << 63) - 1, (bytes(MAX_KEY_BYTES),) * MAX_KEYS)
     assert len(encode(largest)) <= MAX_MESSAGE_BYTES
-    assert decode_question([encode(largest)]) == largest
+    assert decode_question(encode(largest)) == largest
     with pytest.raises(MessageError):
-        decode_question([encode(largest) + bytes(MAX_MESSAGE_BYTES)])
+        decode_question(encode(largest) + bytes(MAX_MESSAGE_BYTES))
 
 
 @pytest.mark.parametrize(

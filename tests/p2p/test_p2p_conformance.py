@@ -25,8 +25,8 @@ from vllm_tiered_offload import (
     SecondaryTierManager,
 )
 from vllm_tiered_offload.testing.conformance import Faults, SecondaryTierConformance
+from vllm_tiered_offload.tiers.p2p.instructions import Address
 from vllm_tiered_offload.tiers.p2p.messages import Reason, Refuse
-from vllm_tiered_offload.tiers.p2p.pulling import Address
 from vllm_tiered_offload.tiers.p2p.settings import PeerAddress
 from vllm_tiered_offload.tiers.p2p.tier import P2pTier
 
@@ -48,8 +48,8 @@ class OwnerEngine:
         self.server = server
         self.damaged: set[OffloadKey] = set()
         self.broken = False
-        self._row_parts, self._receive = server._row_parts, server._owner.receive
-        server._row_parts = self._damaged_parts  # type: ignore[method-assign]
+        self._prove, self._receive = server._prove, server._owner.receive
+        server._prove = self._proof_of_other_bytes  # type: ignore[method-assign]
         server._owner.receive = self._receive_or_refuse  # type: ignore[method-assign]
 
     def put(self, key: OffloadKey, data: memoryview) -> None:
@@ -65,14 +65,19 @@ class OwnerEngine:
         primary, req = self.memory.primary, self.memory.req
         primary.complete_load(primary.prepare_load([key], req), [key])
 
-    def _damaged_parts(self, reply: Any, row: Any) -> list[Any]:
-        data, header, payload = self._row_parts(reply, row)
-        if row.key in self.damaged:
-            payload = bytes(payload[:-1]) + bytes([payload[-1] ^ 1])
-        return [data, header, payload]
+    def _proof_of_other_bytes(self, row: Any) -> bytes:
+        """As if the bytes had been damaged on their way."""
+        payload = self.memory.rows[row.row]
+        if row.key not in self.damaged:
+            return self._prove(row)
+        payload[-1] ^= 1
+        try:
+            return self._prove(row)
+        finally:
+            payload[-1] ^= 1
 
-    def _receive_or_refuse(self, peer: bytes, user: str, parts: Sequence[Any]) -> Any:
-        reply = self._receive(peer, user, parts)
+    def _receive_or_refuse(self, peer: bytes, user: str, message: Any) -> Any:
+        reply = self._receive(peer, user, message)
         if not self.broken or not hasattr(reply, "request"):
             return reply
         return Refuse(reply.request, reply.round, Reason.BUSY)
@@ -115,15 +120,15 @@ class Trouble(Faults):
     def hanging(self, tier: SecondaryTierManager) -> Iterator[None]:
         """The owners' threads hear nothing; the kernel takes what is sent to them, as with a stopped process."""
         self.is_hanging = True
-        receives = {owner: owner.server._receive for owner in self.owners.values()}
-        for owner in receives:
-            owner.server._receive = lambda: time.sleep(0.01)  # type: ignore[method-assign]
+        turns = {owner: owner.server._turn for owner in self.owners.values()}
+        for owner in turns:
+            owner.server._turn = lambda ready: time.sleep(0.01)  # type: ignore[method-assign]
         try:
             yield
         finally:
             self.is_hanging = False
-            for owner, receive in receives.items():
-                owner.server._receive = receive  # type: ignore[method-assign]
+            for owner, turn in turns.items():
+                owner.server._turn = turn  # type: ignore[method-assign]
 
 
 class Storing(P2pTier):

@@ -11,7 +11,7 @@ from vllm_tiered_offload import OffloadKey, RegionGeometry, ReqContext
 from vllm_tiered_offload.testing.fakes.seams import ManualClock
 from vllm_tiered_offload.tiers.cpu.tier import CpuTier, CpuTierSettings
 from vllm_tiered_offload.tiers.p2p.leases import PromisedRow, PromiseLimits, Promises
-from vllm_tiered_offload.tiers.p2p.messages import Fetch, Found, Lookup, Reason, Refuse
+from vllm_tiered_offload.tiers.p2p.messages import Confirm, Fetch, Found, Lookup, Reading, Reason, Refuse
 
 pytestmark = pytest.mark.fast
 
@@ -52,7 +52,8 @@ class World:
     ) -> list[PromisedRow] | Reason:
         wanted = Fetch(request, round_, epoch or self.promises.epoch, parts)
         answer = self.promises.fetch(peer, wanted)
-        self.promises.fetched(peer, request, round_)
+        if not isinstance(answer, Refuse):
+            self.promises.done(peer, request, round_, parts)
         self.promises.check()
         return answer.reason if isinstance(answer, Refuse) else answer
 
@@ -205,6 +206,45 @@ def test_a_round_that_is_asked_again_has_one_promise(world: World) -> None:
     assert world.fetch(3) is Reason.RANGE
 
 
+def test_what_a_peer_reads_is_pinned_until_it_confirms(world: World) -> None:
+    """Each part once, in any grouping; nothing that was not begun is confirmed. Made to fail by ending the promise
+    when everything was handed out."""
+    world.ask(3)
+    promises, epoch = world.promises, world.promises.epoch
+
+    def confirm(*parts: int) -> Reason | int:
+        rows = promises.confirm(PEER, Confirm(1, 1, epoch, parts))
+        promises.check()
+        if isinstance(rows, Refuse):
+            return rows.reason
+        promises.done(PEER, 1, 1, parts)
+        return len(rows)
+
+    assert promises.begin_reading(PEER, Reading(1, 1, epoch, (0, 1))) is None
+    assert promises.begin_reading(PEER, Reading(1, 1, epoch, (2,))) is None
+    assert promises.begin_reading(PEER, Reading(1, 1, epoch, (0,))) == Refuse(1, 1, Reason.REPLAYED)
+    assert world.fetch(1) is Reason.REPLAYED
+    assert (world.pinned, promises.num_reading) == (3, 3)
+    assert confirm(0, 2) == 2
+    assert confirm(2) is Reason.RANGE
+    assert (world.pinned, promises.num_reading) == (3, 1)
+    assert confirm(1) == 1
+    assert (world.pinned, promises.num_reading) == (0, 0)
+    assert confirm(1) is Reason.GONE
+
+
+def test_case_57_a_read_that_took_too_long_is_not_confirmed(world: World) -> None:
+    """Case 57: the lease ended while the peer was reading, so what it read may be another chunk."""
+    world.ask(3)
+    assert world.promises.begin_reading(PEER, Reading(1, 1, world.promises.epoch, (0,))) is None
+    confirm = Confirm(1, 1, world.promises.epoch, (0,))
+    world.clock.advance(10.0)
+    assert world.promises.confirm(PEER, confirm) == Refuse(1, 1, Reason.GONE)
+    assert world.promises.num_reading == 0
+    world.promises.reset()
+    assert world.promises.confirm(PEER, confirm) == Refuse(1, 1, Reason.STALE)
+
+
 def test_rows_and_promises_are_bounded() -> None:
     """Made to fail by leaving either bound out."""
     world = World(rows=5, promises=3)
@@ -248,7 +288,18 @@ class AnyOrder(RuleBasedStateMachine):
             for row in rows:
                 assert self.world.primary._leases.is_held(row.row)
                 assert self.world.primary._leases.readable[row.key] == row.row
-        self.world.promises.fetched(peer, request, round_)
+            self.world.promises.done(peer, request, round_, parts)
+
+    @rule(peer=peers, request=requests, round_=rounds, parts=st.lists(st.integers(0, 7), min_size=1, max_size=4))
+    def begin_reading(self, peer: bytes, request: int, round_: int, parts: list[int]) -> None:
+        self.world.promises.begin_reading(peer, Reading(request, round_, self.world.promises.epoch, tuple(parts)))
+
+    @rule(peer=peers, request=requests, round_=rounds, parts=st.lists(st.integers(0, 7), min_size=1, max_size=4))
+    def confirm(self, peer: bytes, request: int, round_: int, parts: list[int]) -> None:
+        rows = self.world.promises.confirm(peer, Confirm(request, round_, self.world.promises.epoch, tuple(parts)))
+        if isinstance(rows, list):
+            assert all(self.world.primary._leases.is_held(row.row) for row in rows)
+            self.world.promises.done(peer, request, round_, parts)
 
     @rule(peer=peers, request=requests, round_=rounds)
     def release(self, peer: bytes, request: int, round_: int) -> None:

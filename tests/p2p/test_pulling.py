@@ -7,42 +7,47 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from vllm_tiered_offload import OffloadKey
 from vllm_tiered_offload.testing.fakes.seams import ManualClock
+from vllm_tiered_offload.tiers.p2p.instructions import (
+    Address,
+    Answered,
+    Attach,
+    Check,
+    Connect,
+    Disconnect,
+    Instruction,
+    JobEnded,
+    Read,
+    Say,
+    Source,
+    Wanted,
+)
 from vllm_tiered_offload.tiers.p2p.messages import (
     Answer,
+    Confirm,
     Data,
     Fetch,
     Found,
     Hello,
     Lookup,
+    Memory,
     Ping,
     Pong,
+    Proofs,
+    Reading,
     Reason,
     Refuse,
     Release,
     Welcome,
-    encode,
 )
-from vllm_tiered_offload.tiers.p2p.pulling import (
-    FIRST_BACKOFF,
-    WINDOW,
-    Address,
-    Answered,
-    Connect,
-    Disconnect,
-    Instruction,
-    JobEnded,
-    Pulling,
-    PullTimes,
-    Say,
-    Source,
-    Wanted,
-)
+from vllm_tiered_offload.tiers.p2p.pulling import FIRST_BACKOFF, Pulling, PullTimes
+from vllm_tiered_offload.tiers.p2p.transfers import WINDOW
 
 pytestmark = pytest.mark.fast
 
 A, B, ELSEWHERE = Address("a", 1), Address("a", 2), Address("b", 1)
 HELLO = Hello(1, bytes(32), (4096,), 1, "me")
 EPOCH = bytes(16)
+HEADER = bytes(4096)
 TIMES = PullTimes(lookup=0.5, pull=10.0, silence=1.0)
 
 
@@ -56,15 +61,15 @@ class World:
         self.rows: dict[int, bytes] = {}
         self.pulling = Pulling([A, B, ELSEWHERE], HELLO, self.accept, TIMES, clock=self.clock)
 
-    def accept(self, key: OffloadKey, row: int, header: object, payload: object) -> bool:
+    def accept(self, wanted: Wanted, header: object, payload: object) -> bool:
         if payload != b"good":
             return False
-        self.rows[row] = key
+        self.rows[wanted.row] = wanted.key
         return True
 
     def hear(self, address: Address, answer: Answer, payload: bytes = b"good") -> list[Instruction]:
         behind = [b"header", payload] if isinstance(answer, Data) else []
-        out = self.pulling.heard(address, [encode(answer), *behind])
+        out = self.pulling.heard(address, answer, behind)
         self.pulling.check()
         return out
 
@@ -242,8 +247,8 @@ def test_a_peer_that_lies_is_dropped(world: World, lie: Answer) -> None:
 
 def test_garbage_drops_the_peer(world: World) -> None:
     world.ready(A)
-    assert world.pulling.heard(A, [b"garbage"]) == [Disconnect(A)]
-    assert world.pulling.heard(A, [b"more"]) == []
+    assert world.pulling.garbled(A) == [Disconnect(A)]
+    assert world.pulling.garbled(A) == []
 
 
 def test_after_forget_nothing_counts(world: World) -> None:
@@ -255,6 +260,86 @@ def test_after_forget_nothing_counts(world: World) -> None:
     assert set(world.pulling.leftovers().values()) == {0}
     assert world.hear(A, Data(1, 1, 0)) == []
     assert world.rows == {}
+
+
+# ---- rows that land where they belong ----------------------------------------------------------------------------
+
+
+MEMORY = Memory(b"agent", 1 << 20, 8, 4096, bytes(16))
+
+
+def ready_to_read(world: World, count: int = 3) -> dict[OffloadKey, Source]:
+    """A is attached, and has promised rows 10, 11, ..."""
+    world.pulling.ask(1, 1, keys(count), [A])
+    attach, _ = world.hear(A, Welcome(EPOCH, "a", MEMORY))
+    assert attach == Attach(A, MEMORY)
+    world.pulling.can_read(A)
+    [answered] = world.hear(A, Found(1, 1, EPOCH, tuple(range(count)), 10.0, tuple(range(10, 10 + count))))
+    assert isinstance(answered, Answered)
+    assert [source.row for source in answered.found.values()] == list(range(10, 10 + count))
+    return answered.found
+
+
+def test_rows_that_were_read_count_when_confirmed_and_checked(world: World) -> None:
+    """Two questions to the owner a batch: it hears of the read when it begins, and confirms when it is over."""
+    reading, read = world.pull(ready_to_read(world))
+    assert reading == Say(A, Reading(1, 1, EPOCH, (0, 1, 2)))
+    assert isinstance(read, Read)
+    assert [wanted.row for wanted in read.rows] == [100, 101, 102]
+    assert world.pulling.landed(A, [(1, 1, 0), (1, 1, 2)]) == [Say(A, Confirm(1, 1, EPOCH, (0, 2)))]
+    checks = world.hear(A, Proofs(1, 1, (0, 2), (HEADER, HEADER)))
+    assert [check.wanted.row for check in checks if isinstance(check, Check)] == [100, 102]
+    assert world.pulling.checked(A, (1, 1, 0), 4096, good=True) == []
+    assert world.pulling.checked(A, (1, 1, 2), 4096, good=False) == []
+    assert world.pulling.landed(A, [(1, 1, 1)]) == [Say(A, Confirm(1, 1, EPOCH, (1,)))]
+    assert world.hear(A, Refuse(1, 1, Reason.GONE)) == [JobEnded(1, (keys(1)[0],), (keys(3)[2],))]
+
+
+def test_a_proof_of_what_was_not_read_drops_the_peer(world: World) -> None:
+    """It would let in whatever was in the row before."""
+    world.pull(ready_to_read(world))
+    assert world.hear(A, Proofs(1, 1, (0,), (HEADER,))) == [Disconnect(A), JobEnded(1, (), ())]
+
+
+@pytest.mark.parametrize("how", ["refuse", "forget", "hello"])
+def test_a_row_that_is_being_read_ends_when_it_has_landed(world: World, how: str) -> None:
+    """Whoever gets the row next would find these bytes in it. Made to fail by ending dropped rows at once."""
+    world.pull(ready_to_read(world))
+    if how == "forget":
+        assert world.pulling.forget() == []
+    else:
+        refuse = Refuse(1, 1, Reason.GONE) if how == "refuse" else Refuse(0, 0, Reason.NO_HELLO)
+        assert JobEnded not in {type(step) for step in world.hear(A, refuse)}
+    world.pulling.check()
+    assert world.pulling.landed(A, [(1, 1, 0), (1, 1, 1)]) == []
+    steps = world.pulling.landed(A, [(1, 1, 2)])
+    assert [step for step in steps if isinstance(step, JobEnded)] == [JobEnded(1, (), ())]
+    assert world.pulling.checked(A, (1, 1, 2), 4096, good=True) == []
+
+
+def test_a_row_whose_reader_is_stuck_ends_with_its_peer(world: World) -> None:
+    """A stopped peer: nothing lands. The peer is disconnected first, and that ends the transfer."""
+    world.pull(ready_to_read(world))
+    world.pulling.forget()
+    assert [type(step) for step in world.tick(0.5)] == [Say]
+    assert world.tick(0.5) == [Disconnect(A), JobEnded(1, (), ())]
+
+
+def test_a_payload_lands_only_in_a_row_that_is_owed(world: World) -> None:
+    """Once for each part, and not after its job's end."""
+    world.ready(A)
+    world.pull(world.found(2))
+    wanted = world.pulling.landing(A, (1, 1, 0))
+    assert wanted is not None
+    assert wanted.row == 100
+    assert world.pulling.landing(A, (1, 1, 0)) is None
+    assert world.pulling.landing(A, (1, 1, 7)) is None
+    [check] = world.pulling.heard(A, Data(1, 1, 0), [HEADER])
+    assert check == Check(A, wanted, HEADER)
+    assert world.pulling.heard(A, Data(1, 1, 1), [HEADER]) == [], "it did not land"
+    world.pulling.lost(A)
+    assert world.pulling.landing(A, (1, 1, 1)) is None
+    assert world.pulling.checked(A, (1, 1, 0), 4096, good=True) == []
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -305,24 +390,53 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(address=addresses, engine=st.sampled_from(["one", "two"]))
     def welcome(self, address: Address, engine: str) -> None:
-        self.perform(self.world.pulling.heard(address, [encode(Welcome(EPOCH, engine))]))
+        self.perform(self.world.pulling.heard(address, Welcome(EPOCH, engine)))
 
     @rule(address=addresses, back=st.integers(0, 3), request=small, parts=st.sets(st.integers(0, 3)))
     def found_some(self, address: Address, back: int, request: int, parts: set[int]) -> None:
         answer = Found(request, max(0, self.round - back), EPOCH, tuple(sorted(parts)), 5.0)
-        self.perform(self.world.pulling.heard(address, [encode(answer)]))
+        self.perform(self.world.pulling.heard(address, answer))
 
     @rule(address=addresses, back=st.integers(0, 3), request=small, part=st.integers(0, 3), good=st.booleans())
     def data(self, address: Address, back: int, request: int, part: int, good: bool) -> None:
         before, open_rows = set(self.world.rows), {row for rows in self.jobs.values() for row in rows}
-        answer = encode(Data(request, max(0, self.round - back), part))
-        self.perform(self.world.pulling.heard(address, [answer, b"header", b"good" if good else b"bad"]))
+        answer = Data(request, max(0, self.round - back), part)
+        self.perform(self.world.pulling.heard(address, answer, [b"header", b"good" if good else b"bad"]))
         assert set(self.world.rows) - before <= open_rows, "a row was written after its job's end"
+
+    @rule(address=addresses)
+    def welcome_to_read(self, address: Address) -> None:
+        steps = self.world.pulling.heard(address, Welcome(EPOCH, "reads", MEMORY))
+        if Attach(address, MEMORY) in steps:
+            self.world.pulling.can_read(address)
+        self.perform(steps)
+
+    @rule(address=addresses, back=st.integers(0, 3), request=small, parts=st.sets(st.integers(0, 3)))
+    def found_to_read(self, address: Address, back: int, request: int, parts: set[int]) -> None:
+        numbers = tuple(sorted(parts))
+        answer = Found(request, max(0, self.round - back), EPOCH, numbers, 5.0, numbers)
+        self.perform(self.world.pulling.heard(address, answer))
+
+    @rule(address=addresses, back=st.integers(0, 3), request=small, part=st.integers(0, 3))
+    def begin_to_land(self, address: Address, back: int, request: int, part: int) -> None:
+        self.world.pulling.landing(address, (request, max(0, self.round - back), part))
+
+    @rule(address=addresses, back=st.integers(0, 3), request=small, part=st.integers(0, 3))
+    def land(self, address: Address, back: int, request: int, part: int) -> None:
+        part_id = request, max(0, self.round - back), part
+        self.perform(self.world.pulling.landed(address, [part_id]))
+        self.perform(self.world.pulling.heard(address, Proofs(*part_id[:2], (part,), (HEADER,))))
+
+    @rule(address=addresses, back=st.integers(0, 3), request=small, part=st.integers(0, 3), good=st.booleans())
+    def finish_landing(self, address: Address, back: int, request: int, part: int, good: bool) -> None:
+        part_id = request, max(0, self.round - back), part
+        self.perform(self.world.pulling.heard(address, Data(*part_id), [HEADER]))
+        self.perform(self.world.pulling.checked(address, part_id, 4096, good=good))
 
     @rule(address=addresses, back=st.integers(0, 3), request=st.integers(0, 3), reason=st.sampled_from(Reason))
     def refuse(self, address: Address, back: int, request: int, reason: Reason) -> None:
         answer = Refuse(request, max(0, self.round - back), reason)
-        self.perform(self.world.pulling.heard(address, [encode(answer)]))
+        self.perform(self.world.pulling.heard(address, answer))
 
     @rule(address=addresses)
     def lose(self, address: Address) -> None:
@@ -339,7 +453,8 @@ class AnyOrder(RuleBasedStateMachine):
     def forget(self) -> None:
         self.perform(self.world.pulling.forget())
         assert not self.asked
-        assert not self.jobs
+        landing = [row for peer in self.world.pulling._peers.values() for row in peer.rows]
+        assert self.jobs.keys() == {row.job.job_id for row in landing if row.dropped}, "only what is landing is open"
 
     @invariant()
     def open_ends_are_known(self) -> None:

@@ -23,7 +23,15 @@ from vllm_tiered_offload.tiers.p2p.messages import (
     Welcome,
     encode,
 )
-from vllm_tiered_offload.tiers.p2p.serving import IDLE_SECONDS, MAX_SESSIONS, Owner, Reply, SendRows, greeting
+from vllm_tiered_offload.tiers.p2p.serving import (
+    IDLE_SECONDS,
+    MAX_SESSIONS,
+    Owner,
+    ProveRows,
+    Reply,
+    SendRows,
+    greeting,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -40,7 +48,10 @@ class World:
         self.owner = Owner(self.hello, promises, clock=self.clock)
 
     def say(self, question: Question, peer: bytes = b"peer", user: str = "") -> Reply | None:
-        return self.owner.receive(peer, user, [encode(question)])
+        return self.owner.receive(peer, user, encode(question))
+
+    def done(self, reply: SendRows | ProveRows, peer: bytes = b"peer") -> None:
+        self.owner.promises.done(peer, reply.request, reply.round, [row.part for row in reply.rows])
 
 
 @pytest.fixture
@@ -64,9 +75,9 @@ def test_case_60_a_mismatch_is_refused_at_the_greeting(world: World, reason: Rea
     """Case 60: other weights, other rows, another protocol. Made to fail by leaving one of the three checks out."""
     own, other = world.hello, greeting(make_fingerprint(model="other"), world.memory.geometry, "x")
     hello = {
-        Reason.VERSION: Hello(2, own.fingerprint, own.slot_bytes, own.blocks_per_chunk, "x"),
+        Reason.VERSION: Hello(own.version + 1, own.fingerprint, own.slot_bytes, own.blocks_per_chunk, "x"),
         Reason.FINGERPRINT: other,
-        Reason.GEOMETRY: Hello(1, own.fingerprint, (2048, 2048), own.blocks_per_chunk, "x"),
+        Reason.GEOMETRY: Hello(own.version, own.fingerprint, (2048, 2048), own.blocks_per_chunk, "x"),
     }[reason]
     assert world.say(hello) == refusal(reason)
     assert world.say(Lookup(1, 1, tuple(KEYS))) == refusal(Reason.NO_HELLO)
@@ -76,12 +87,14 @@ def test_a_session_from_its_greeting_to_its_last_row(world: World) -> None:
     welcome = world.say(world.hello)
     assert isinstance(welcome, Welcome)
     assert world.say(Ping(7)) == Pong(7)
-    assert world.say(Lookup(1, 1, (*KEYS, b"absent"))) == Found(1, 1, welcome.epoch, (0, 1, 2, 3), 10.0)
+    found = world.say(Lookup(1, 1, (*KEYS, b"absent")))
+    assert isinstance(found, Found)
+    assert found == Found(1, 1, welcome.epoch, (0, 1, 2, 3), 10.0, found.rows)
     rows = world.say(Fetch(1, 1, welcome.epoch, (0, 1, 2, 3)))
     assert isinstance(rows, SendRows)
     assert [row.key for row in rows.rows] == KEYS
     assert world.memory.pinned == 4
-    world.owner.sent(b"peer", rows)
+    world.done(rows)
     assert world.memory.pinned == 0
     assert world.say(Release(1, 1)) is None
 
@@ -102,10 +115,10 @@ def test_a_session_is_its_keys_own(world: World) -> None:
 
 
 def test_garbage_ends_a_session_and_gets_no_answer_from_a_stranger_s(world: World) -> None:
-    assert world.owner.receive(b"stranger", "", [b"garbage"]) is None
+    assert world.owner.receive(b"stranger", "", b"garbage") is None
     world.say(world.hello)
     world.say(Lookup(1, 1, tuple(KEYS)))
-    assert world.owner.receive(b"peer", "", [b"garbage", b"more"]) == refusal(Reason.MALFORMED)
+    assert world.owner.receive(b"peer", "", b"garbage") == refusal(Reason.MALFORMED)
     assert world.memory.pinned == 0
     assert world.owner.num_sessions == 0
 
@@ -138,9 +151,9 @@ def test_any_conversation_gets_answers(said: list[tuple[bytes, Question | bytes]
     world = World()
     world.say(world.hello, peer=b"a")
     for peer, what in said:
-        reply = world.owner.receive(peer, "", [what if isinstance(what, bytes) else encode(what)])
-        if isinstance(reply, SendRows):
-            world.owner.sent(peer, reply)
+        reply = world.owner.receive(peer, "", what if isinstance(what, bytes) else encode(what))
+        if isinstance(reply, SendRows | ProveRows):
+            world.done(reply, peer)
         world.owner.promises.check()
     world.owner.reset()
     assert world.memory.pinned == 0

@@ -9,25 +9,30 @@ import zmq
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.seams import Clock, monotonic
-from vllm_tiered_offload.tiers.block_frame import FrameError, decode_header, expect, verify
 from vllm_tiered_offload.tiers.p2p.bounded_log import BoundedLog
-from vllm_tiered_offload.tiers.p2p.io_thread import IoThread
-from vllm_tiered_offload.tiers.p2p.keys import read_key_file
-from vllm_tiered_offload.tiers.p2p.messages import Buffer, Hello, encode
-from vllm_tiered_offload.tiers.p2p.pulling import (
+from vllm_tiered_offload.tiers.p2p.checker import RowChecker, find_fault
+from vllm_tiered_offload.tiers.p2p.curve_transport import CurveTransport
+from vllm_tiered_offload.tiers.p2p.instructions import (
     Address,
     Answered,
+    Attach,
+    Check,
     Connect,
     Disconnect,
     Instruction,
     JobEnded,
-    Pulling,
-    PullTimes,
+    PartId,
+    Read,
     Say,
     Wanted,
 )
+from vllm_tiered_offload.tiers.p2p.io_thread import IoThread
+from vllm_tiered_offload.tiers.p2p.keys import read_key_file
+from vllm_tiered_offload.tiers.p2p.messages import Buffer, Hello, encode
+from vllm_tiered_offload.tiers.p2p.pulling import Pulling, PullTimes
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
-from vllm_tiered_offload.tiers.p2p.transport import Heard, Transport, ZmqTransport
+from vllm_tiered_offload.tiers.p2p.tcp_transport import TcpTransport
+from vllm_tiered_offload.tiers.p2p.transport import Event, Garbled, Heard, Lost, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +90,7 @@ class PeerClient(IoThread):
         times = PullTimes(settings.lookup_timeout, settings.pull_timeout, settings.silence_timeout)
         self._pulling = Pulling(self._keys, own, self._accept, times, clock=clock)
         self._transport: Transport | None = None
+        self._checker = RowChecker(own.fingerprint, self.wake)
         self._failures = 0
 
     @property
@@ -100,8 +106,8 @@ class PeerClient(IoThread):
         """Numbers by flat key. From any thread."""
         failures = dict(self._pulling.failures)
         return {
-            "p2p_peers_up": self._pulling.peers_up,
-            "tier_bytes_total|tier=p2p|direction=load": self._pulling.num_bytes,
+            "p2p_peers_up": sum(self._pulling.is_up(address) for address in self._keys),
+            "tier_bytes_total|tier=p2p|direction=load": self._pulling.bytes_from.total(),
             **{f"p2p_peer_failures_total|peer={peer}|kind={kind}": count for (peer, kind), count in failures.items()},
         }
 
@@ -109,25 +115,39 @@ class PeerClient(IoThread):
 
     def _open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         settings = self._settings
-        own_keys = read_key_file(settings.key_file) if settings.key_file is not None else None
-        public_keys = {address: key for address, key in self._keys.items() if key is not None}
         row_bytes = len(self._rows[0]) if self._rows else 0
-        self._transport = ZmqTransport(context, self._poller, row_bytes, own_keys, public_keys)
+        if settings.key_file is not None:
+            public_keys = {address: key for address, key in self._keys.items() if key is not None}
+            own_keys = read_key_file(settings.key_file)
+            self._transport = CurveTransport(context, self._poller, row_bytes, own_keys, public_keys)
+        else:
+            self._transport = TcpTransport(self._poller, row_bytes, self._place, self.wake)
 
     def _turn(self, ready: Collection[object]) -> None:
         assert self._transport is not None
         while self._commands:
             self._do(self._obey(self._commands.popleft()))
         for event in self._transport.events(ready):
-            if isinstance(event, Heard):
-                self._do(self._pulling.heard(event.address, event.parts))
-            else:
-                self._do(self._pulling.lost(event.address))
+            self._do(self._take_in(event))
+        for address, part_id, num_bytes, error in self._checker.results():
+            self._tell_fault(error)
+            self._do(self._pulling.checked(address, part_id, num_bytes, good=error is None))
         self._do(self._pulling.tick())
         failures = self._pulling.failures.total()
         if failures > self._failures:
             self._failures = failures
             self._log.warning("failures", f"pulling from peers: {_told(self._pulling.failures)}")
+
+    def _take_in(self, event: Event) -> list[Instruction]:
+        match event:
+            case Heard(address, answer, behind):
+                return self._pulling.heard(address, answer, behind)
+            case Garbled(address):
+                return self._pulling.garbled(address)
+            case Lost(address):
+                return self._pulling.lost(address)
+        self._pulling.moving(event.address)
+        return []
 
     def _obey(self, command: Command) -> list[Instruction]:
         match command:
@@ -152,6 +172,10 @@ class PeerClient(IoThread):
                     self._transport.connect(address)
                 case Disconnect(address):
                     self._transport.disconnect(address)
+                case Check() as check:
+                    self._checker.submit(check, self._rows[check.wanted.row])
+                case Attach() | Read():
+                    raise NotImplementedError
                 case outcome:
                     self._tell(outcome)
 
@@ -161,20 +185,27 @@ class PeerClient(IoThread):
     def _close(self) -> None:
         if self._transport is not None:
             self._transport.close()
+        self._checker.close()
         self._rows = ()
 
-    def _accept(self, key: OffloadKey, row: int, header: Buffer, payload: Buffer) -> bool:
-        """Verified first, then copied: no byte that is not right ever gets into a row."""
-        target = self._rows[row]
-        try:
-            frame = decode_header(header)
-            expect(frame, key, self._fingerprint, len(target))
-            verify(frame, payload)
-        except FrameError as error:
+    def _place(self, address: Address, part_id: PartId) -> memoryview | None:
+        wanted = self._pulling.landing(address, part_id)
+        return self._rows[wanted.row] if wanted is not None else None
+
+    def _accept(self, wanted: Wanted, header: Buffer, payload: Buffer) -> bool:
+        """Verified first, then copied: from this transport no byte that is not right ever gets into a row."""
+        target = self._rows[wanted.row]
+        error = find_fault(wanted.key, header, payload, self._fingerprint)
+        if error is None and len(payload) != len(target):
+            error = f"payload of {len(payload)} bytes"
+        self._tell_fault(error)
+        if error is None:
+            target[:] = payload
+        return error is None
+
+    def _tell_fault(self, error: str | None) -> None:
+        if error is not None:
             self._log.warning("corrupt", f"what a peer sent is not the chunk that was asked for: {error}")
-            return False
-        target[:] = payload
-        return True
 
 
 def _told(failures: Mapping[tuple[Address, str], int]) -> str:

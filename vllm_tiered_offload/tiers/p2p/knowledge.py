@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_tiered_offload.contract.keys import OffloadKey
-from vllm_tiered_offload.tiers.p2p.pulling import Address, Source
+from vllm_tiered_offload.tiers.p2p.instructions import Address, Source
 
 
 @dataclass(slots=True, eq=False)

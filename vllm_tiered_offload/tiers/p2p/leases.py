@@ -1,13 +1,14 @@
 """What this engine has promised to its peers: rows that stay as they are until they were fetched.
 
-    asked --make--> promised --every part fetched, released, peer dropped, reset, deadline--> gone
+    asked --make--> promised --every part sent or confirmed, released, peer dropped, reset, deadline--> gone
 
 - A promise belongs to one (peer, request, round). Rounds of one request are independent: each has its own rows, its own
   deadline and its own end, and the primary tier counts how many leases are on a row.
-- A part is handed out once. What is fetched late (gone), again (replayed), from an earlier epoch (stale) or beyond what
+- A part is handed out once, to be sent by us (`fetch`) or read by the peer (`begin_reading`), and its row stays until
+  it was sent or confirmed. What is fetched late (gone), again (replayed), from an earlier epoch (stale) or beyond what
   was promised (range) is refused whole, and nothing about the promise changes.
-- Nothing is pinned beyond its deadline: whoever owns this calls `expire` at `next_deadline`, and every `make` and
-  `fetch` does so first. All promises are made for the same time, so they end in the order in which they were made.
+- Nothing is pinned beyond its deadline: whoever owns this calls `expire` at `next_deadline`, and every
+  call of a peer does so first. All promises are made for the same time: they end in the order in which they were made.
 - What is promised is bounded: rows for all peers together, rows and promises for each, so that none takes all.
 - Only keys in `shared` are promised. A lease would pin whatever is resident, and not all of it may leave (D5).
 
@@ -16,14 +17,23 @@ No I/O; one thread owns it. The leases themselves may be taken and released on a
 
 import os
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.managers import Lease, RowLeases
 from vllm_tiered_offload.contract.seams import Clock, monotonic
-from vllm_tiered_offload.tiers.p2p.messages import EPOCH_BYTES, Fetch, Found, Lookup, Reason, Refuse
+from vllm_tiered_offload.tiers.p2p.messages import (
+    EPOCH_BYTES,
+    Confirm,
+    Fetch,
+    Found,
+    Lookup,
+    Reading,
+    Reason,
+    Refuse,
+)
 
 MAX_GAPS = 8  # runs of resident keys that one question is answered with
 
@@ -50,7 +60,9 @@ class _Promise:
     leases: list[Lease]
     parts: dict[int, PromisedRow]  # all that was promised; the leases' rows
     deadline: float
-    fetched: set[int] = field(default_factory=set)  # parts that were handed out; not all of `parts`
+    handed_out: set[int] = field(default_factory=set)  # of `parts`
+    reading: set[int] = field(default_factory=set)  # of `handed_out`: the peer reads them, and has not said that it did
+    done: set[int] = field(default_factory=set)  # of `handed_out`: sent or confirmed; not all of `parts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,8 @@ class Promises:
         # Open promises of each peer, and their rows; never 0.
         self._promises_of: Counter[PeerId] = Counter()
         self._rows_of: Counter[PeerId] = Counter()
+        # Parts that peers are reading, of all open promises.
+        self.num_reading = 0
         self.num_expired = 0  # promises that reached their deadline, since the start
 
     def __len__(self) -> int:
@@ -117,7 +131,8 @@ class Promises:
             self._promises_of[peer] += 1
             self._rows_of[peer] += len(parts)
             self.num_rows += len(parts)
-        return Found(lookup.request, lookup.round, self.epoch, tuple(parts), limits.seconds)
+        rows = tuple(part.row for part in parts.values())
+        return Found(lookup.request, lookup.round, self.epoch, tuple(parts), limits.seconds, rows)
 
     def _pin(self, keys: Sequence[bytes], room: int) -> tuple[list[Lease], dict[int, PromisedRow]]:
         """Lease what is there, up to `room` rows.
@@ -141,31 +156,67 @@ class Promises:
         return leases, parts
 
     def fetch(self, peer: PeerId, fetch: Fetch) -> list[PromisedRow] | Refuse:
-        """The rows of all these parts, or why there is none. Call `fetched` once their bytes were copied."""
-        self.expire()
-        promise = self._open.get(_PromiseId(peer, fetch.request, fetch.round))
-        reason = self._objection(promise, fetch)
-        if promise is None or reason is not None:
-            return Refuse(fetch.request, fetch.round, reason or Reason.GONE)
-        promise.fetched.update(fetch.parts)
-        return [promise.parts[part] for part in fetch.parts]
+        """The rows of all these parts, or why there is none. Call `done` for each part whose bytes were copied."""
+        return self._hand_out(peer, fetch)
 
-    def _objection(self, promise: _Promise | None, fetch: Fetch) -> Reason | None:
-        if fetch.epoch != self.epoch:
+    def begin_reading(self, peer: PeerId, reading: Reading) -> Refuse | None:
+        """The peer reads these parts; why it may not."""
+        rows = self._hand_out(peer, reading)
+        if isinstance(rows, Refuse):
+            return rows
+        self._open[_PromiseId(peer, reading.request, reading.round)].reading.update(reading.parts)
+        self.num_reading += len(reading.parts)
+        return None
+
+    def confirm(self, peer: PeerId, confirm: Confirm) -> list[PromisedRow] | Refuse:
+        """The rows of parts that the peer has read, if its promise holds. Call `done` for each as after a fetch."""
+        self.expire()
+        promise = self._open.get(_PromiseId(peer, confirm.request, confirm.round))
+        reason = self._objection(promise, confirm)
+        if promise is not None and reason is None and not promise.reading >= set(confirm.parts):
+            reason = Reason.RANGE
+        if promise is None or reason is not None:
+            return Refuse(confirm.request, confirm.round, reason or Reason.GONE)
+        promise.reading.difference_update(confirm.parts)
+        self.num_reading -= len(confirm.parts)
+        return [promise.parts[part] for part in confirm.parts]
+
+    def _hand_out(self, peer: PeerId, wanted: Fetch | Reading) -> list[PromisedRow] | Refuse:
+        self.expire()
+        promise = self._open.get(_PromiseId(peer, wanted.request, wanted.round))
+        reason = self._objection(promise, wanted)
+        if promise is not None and reason is None and not promise.handed_out.isdisjoint(wanted.parts):
+            reason = Reason.REPLAYED
+        if promise is None or reason is not None:
+            return Refuse(wanted.request, wanted.round, reason or Reason.GONE)
+        promise.handed_out.update(wanted.parts)
+        return [promise.parts[part] for part in wanted.parts]
+
+    def _objection(self, promise: _Promise | None, wanted: Fetch | Reading | Confirm) -> Reason | None:
+        if wanted.epoch != self.epoch:
             return Reason.STALE
         if promise is None:
             return Reason.GONE
-        if not promise.parts.keys() >= set(fetch.parts):
+        if not promise.parts.keys() >= set(wanted.parts):
             return Reason.RANGE
-        if len(set(fetch.parts)) != len(fetch.parts) or not promise.fetched.isdisjoint(fetch.parts):
+        if len(set(wanted.parts)) != len(wanted.parts):
             return Reason.REPLAYED
         return None
 
-    def fetched(self, peer: PeerId, request: int, round_: int) -> None:
-        """What was fetched of this round has been copied: a promise without open parts ends."""
+    def holder(self, peer: PeerId, request: int, round_: int) -> Callable[[], bool]:
+        """A function that tells whether the promise, if there is one now, still holds."""
         identity = _PromiseId(peer, request, round_)
         promise = self._open.get(identity)
-        if promise is not None and len(promise.fetched) == len(promise.parts):
+        return lambda: promise is not None and self._open.get(identity) is promise
+
+    def done(self, peer: PeerId, request: int, round_: int, parts: Collection[int]) -> None:
+        """Nobody reads the rows of these parts any more: a promise without open parts ends."""
+        identity = _PromiseId(peer, request, round_)
+        promise = self._open.get(identity)
+        if promise is None:
+            return
+        promise.done.update(parts)
+        if len(promise.done) == len(promise.parts):
             self._end(identity)
 
     def release(self, peer: PeerId, request: int, round_: int) -> None:
@@ -198,6 +249,7 @@ class Promises:
         if promise is None:
             return
         self.num_rows -= len(promise.parts)
+        self.num_reading -= len(promise.reading)
         self._rows_of[identity.peer] -= len(promise.parts)
         self._promises_of[identity.peer] -= 1
         if not self._promises_of[identity.peer]:
@@ -213,4 +265,9 @@ class Promises:
         assert Counter(identity.peer for identity in self._open) == self._promises_of
         assert all(0 < rows <= self._limits.rows_a_peer for rows in self._rows_of.values())
         assert self._rows_of.total() == self.num_rows
-        assert all(promise.fetched < promise.parts.keys() for promise in promises)
+        assert self.num_reading == sum(len(promise.reading) for promise in promises)
+        for promise in promises:
+            assert promise.done < promise.parts.keys()
+            assert promise.handed_out <= promise.parts.keys()
+            assert promise.handed_out >= promise.done | promise.reading
+            assert promise.done.isdisjoint(promise.reading)

@@ -2,28 +2,32 @@
 
     puller                                    owner
     Hello (version, fingerprint, geometry) -> Welcome (epoch), or Refuse and nothing else
-    Lookup (request, round, keys)          -> Found (which of the keys are promised, and for how long)
+    Lookup (request, round, keys)          -> Found (which of the keys are promised, where, and for how long)
     Fetch (request, round, epoch, parts)   -> one Data a part, each with a frame header and a row behind it
+    Reading (request, round, epoch, parts)    no answer: the puller reads these rows out of the owner's memory
+    Confirm (request, round, epoch, parts) -> Proofs (the frame headers), if the promise held until now
     Release (request, round)                  no answer
     Ping (number)                          -> Pong (the same number), from the thread that serves
                                               Refuse (request, round, reason) instead of any answer
 
-A message is one MessagePack array: its tag, then its fields. Only Data has further parts: the header of
-tiers/block_frame.py, and the row. (request, round) is the puller's own numbering; a round is one question, and rounds
-of one request have nothing to do with each other.
+A message is one MessagePack array: its tag, then its fields. Only Data has something behind it: the header of
+tiers/block_frame.py, and the row. An owner whose memory can be read says so in its Welcome; then Reading and Confirm
+take the place of Fetch, if the puller likes. (request, round) is the puller's own numbering; a round is one question,
+and rounds of one request have nothing to do with each other.
 
 Every message is bounded in size and in the number of what it holds, and read strictly: `decode` gives a message of
 these types with values within these bounds, or raises MessageError and nothing else, whatever the bytes are.
 """
 
-from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 1
+from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
+
+PROTOCOL_VERSION = 2
 
 MAX_KEYS = 8192
 MAX_KEY_BYTES = 128
@@ -31,6 +35,8 @@ MAX_PARTS = 32  # of one Fetch; what one peer has been sent and has not read is 
 MAX_RANKS = 1024
 MAX_MESSAGE_BYTES = MAX_KEYS * (MAX_KEY_BYTES + 3) + 4096
 EPOCH_BYTES = 16
+MAX_AGENT_BYTES = 1 << 16
+DIGEST_BYTES = 16
 
 _Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -38,6 +44,8 @@ _Epoch = Annotated[bytes, Meta(min_length=EPOCH_BYTES, max_length=EPOCH_BYTES)]
 _EngineId = Annotated[str, Meta(max_length=256)]
 _Key = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 _Part = Annotated[int, Meta(ge=0, lt=MAX_KEYS)]
+_Parts = Annotated[tuple[_Part, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+_Header = Annotated[bytes, Meta(min_length=HEADER_BYTES, max_length=HEADER_BYTES)]
 
 
 class MessageError(ValueError):
@@ -74,11 +82,25 @@ class Hello(_Message, tag="hello", frozen=True):
     engine_id: _EngineId
 
 
+class Memory(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """The owner's region, for a READ. `agent` is NIXL's description of it, `base` the address of row 0.
+
+    NIXL believes a damaged description, so there is a `digest` (nixl_agent.py) over all of it.
+    """
+
+    agent: Annotated[bytes, Meta(min_length=1, max_length=MAX_AGENT_BYTES)]
+    base: _Number
+    num_rows: _Number
+    row_bytes: _Number
+    digest: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+
+
 class Welcome(_Message, tag="welcome", frozen=True):
     """The session is open. `epoch` changes with each start and each reset of the owner."""
 
     epoch: _Epoch
     engine_id: _EngineId
+    memory: Memory | None = None
 
 
 class Lookup(_Message, tag="lookup", frozen=True):
@@ -97,6 +119,7 @@ class Found(_Message, tag="found", frozen=True):
     epoch: _Epoch
     parts: Annotated[tuple[_Part, ...], Meta(max_length=MAX_KEYS)]
     seconds: Annotated[float, Meta(ge=0, le=86400)]
+    rows: Annotated[tuple[_Number, ...], Meta(max_length=MAX_KEYS)] = ()  # of the region, one for each of `parts`
 
 
 class Fetch(_Message, tag="fetch", frozen=True):
@@ -105,15 +128,42 @@ class Fetch(_Message, tag="fetch", frozen=True):
     request: _Number
     round: _Number
     epoch: _Epoch
-    parts: Annotated[tuple[_Part, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+    parts: _Parts
 
 
 class Data(_Message, tag="data", frozen=True):
-    """One part. Two more parts of the wire message follow: the frame header and the row."""
+    """One part. The frame header and the row follow."""
 
     request: _Number
     round: _Number
     part: _Part
+
+
+class Reading(_Message, tag="reading", frozen=True):
+    """These parts are being read out of the owner's memory, which has to help as long as that goes on."""
+
+    request: _Number
+    round: _Number
+    epoch: _Epoch
+    parts: _Parts
+
+
+class Confirm(_Message, tag="confirm", frozen=True):
+    """These parts have been read. Were they promised all the time, and what are their checksums?"""
+
+    request: _Number
+    round: _Number
+    epoch: _Epoch
+    parts: _Parts
+
+
+class Proofs(_Message, tag="proofs", frozen=True):
+    """They were. The frame header of each part, made of the row as it is now."""
+
+    request: _Number
+    round: _Number
+    parts: _Parts
+    headers: Annotated[tuple[_Header, ...], Meta(min_length=1, max_length=MAX_PARTS)]
 
 
 class Release(_Message, tag="release", frozen=True):
@@ -143,10 +193,10 @@ class Pong(_Message, tag="pong", frozen=True):
     number: _Number
 
 
-Question: TypeAlias = Hello | Lookup | Fetch | Release | Ping
+Question: TypeAlias = Hello | Lookup | Fetch | Reading | Confirm | Release | Ping
 """What a puller says."""
 
-Answer: TypeAlias = Welcome | Found | Data | Refuse | Pong
+Answer: TypeAlias = Welcome | Found | Data | Proofs | Refuse | Pong
 """What an owner says."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -159,25 +209,18 @@ T = TypeVar("T")
 
 
 def encode(message: Question | Answer) -> bytes:
-    """The first part of the wire message."""
+    """As it goes over the wire."""
     return _encoder.encode(message)
 
 
-def decode_question(parts: Sequence[Buffer]) -> Question:
-    """What a puller said, from the parts of a wire message. Raises MessageError for everything else."""
-    if len(parts) != 1:
-        raise MessageError(f"a question of {len(parts)} parts")
-    return _decode(_questions, parts[0])
+def decode_question(data: Buffer) -> Question:
+    """What a puller said. Raises MessageError for everything else."""
+    return _decode(_questions, data)
 
 
-def decode_answer(parts: Sequence[Buffer]) -> Answer:
+def decode_answer(data: Buffer) -> Answer:
     """What an owner said; of Data, what comes in front of header and row. Raises MessageError for everything else."""
-    if not parts:
-        raise MessageError("an answer without parts")
-    answer = _decode(_answers, parts[0])
-    if len(parts) != (3 if isinstance(answer, Data) else 1):
-        raise MessageError(f"{type(answer).__name__} of {len(parts)} parts")
-    return answer
+    return _decode(_answers, data)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: Buffer) -> T:

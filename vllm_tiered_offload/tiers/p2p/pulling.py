@@ -6,198 +6,58 @@ A peer:
        ^                            |                    |
        +------- failed: lost, silent, late, mismatched, malformed, too many strikes (retry after a backoff) ------+
 
-- A question is put to all its peers at once. It is answered when one has everything, when all have answered, or at its
-  deadline; the best answer counts, and what the others promised is released.
-- A row is asked for by a Fetch and ends once: verified and copied, corrupt, refused, or failed with its peer or at its
-  deadline. Bytes go into a row only while it is expected, and only after they were verified: a late or wrong Data
-  touches nothing. A job ends with its last row.
+- `questions` says when a question is answered, `transfers` when a row has come and a job ends; this one decides who is
+  asked, and which peer has failed.
 - While a peer owes us something it has to say something: after half of `silence` it is pinged, after all of it it
   fails. A peer that fails fails with all it owes at once, and so do other ports of its host that gave the same engine's
   name, because all ports of a dead engine are dead (case 55). Nothing is asked of it until its backoff is over.
+- Disconnect comes before the ends of what the peer owed: nothing of it gets into a row any more.
 - (request, round) is one question. Rounds have nothing to do with each other (case 58).
 """
 
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple, TypeAlias
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.seams import Clock, monotonic
+from vllm_tiered_offload.tiers.p2p.instructions import (
+    AcceptRow,
+    Address,
+    Attach,
+    Connect,
+    Disconnect,
+    Instruction,
+    PartId,
+    Say,
+    Wanted,
+)
 from vllm_tiered_offload.tiers.p2p.messages import (
-    MAX_PARTS,
     Answer,
     Buffer,
     Data,
-    Fetch,
     Found,
     Hello,
-    Lookup,
     MessageError,
     Ping,
     Pong,
+    Proofs,
     Question,
     Reason,
     Refuse,
-    Release,
     Welcome,
-    decode_answer,
 )
+from vllm_tiered_offload.tiers.p2p.peers import Peer, Phase
+from vllm_tiered_offload.tiers.p2p.questions import Conclusion, Questions
+from vllm_tiered_offload.tiers.p2p.transfers import Transfers
 
-WINDOW = MAX_PARTS  # rows that one peer owes us at a time: a server drops whoever has more in its queue
 MAX_STRIKES = 3
 FIRST_BACKOFF = 0.5
 LAST_BACKOFF = 30.0
 
 _SESSION = 0  # the request of a Refuse that means the whole session
-
-
-class Address(NamedTuple):
-    """Where a peer listens."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
-
-
-class Source(NamedTuple):
-    """Where a key can be fetched: one part of what a peer has promised, until `expires` (clock)."""
-
-    address: Address
-    request: int
-    round: int
-    part: int
-    epoch: bytes
-    expires: float
-
-
-class Wanted(NamedTuple):
-    """One row of a job."""
-
-    key: OffloadKey
-    row: int
-    source: Source
-
-
-# ---- instructions --------------------------------------------------------------------------------------------------
-
-
-class Connect(NamedTuple):
-    """Make a fresh connection to the peer."""
-
-    address: Address
-
-
-class Disconnect(NamedTuple):
-    """Drop the connection, and what is queued for it."""
-
-    address: Address
-
-
-class Say(NamedTuple):
-    """Send this to the peer."""
-
-    address: Address
-    message: Question
-
-
-class Answered(NamedTuple):
-    """The question (request, round) is answered: where each key is that somebody has."""
-
-    request: int
-    round: int
-    found: dict[OffloadKey, Source]
-
-
-class JobEnded(NamedTuple):
-    """The job's one result. `corrupt` are keys whose bytes were wrong."""
-
-    job_id: int
-    good: tuple[OffloadKey, ...]
-    corrupt: tuple[OffloadKey, ...]
-
-
-Instruction: TypeAlias = Connect | Disconnect | Say | Answered | JobEnded
-
-AcceptRow: TypeAlias = Callable[[OffloadKey, int, Buffer, Buffer], bool]
-"""(key, row, frame header, payload) -> whether the bytes are right; then, and only then, they are in the row."""
-
-
-# ---- state ---------------------------------------------------------------------------------------------------------
-
-
-class Phase(Enum):
-    """How far the conversation with a peer is."""
-
-    CLOSED = "closed"
-    GREETING = "greeting"
-    READY = "ready"
-
-
-_RoundId: TypeAlias = tuple[int, int]
-_PartId: TypeAlias = tuple[int, int, int]
-
-
-@dataclass(slots=True)
-class _Peer:
-    address: Address
-    phase: Phase = Phase.CLOSED
-    engine_id: str = ""  # what it called itself last
-    strikes: int = 0  # failures in a row
-    retry_at: float = -inf
-    quiet_since: float = inf  # since it owes us something and says nothing; inf while it owes nothing
-    pinged: bool = False  # since then
-    asked: set[_RoundId] = field(default_factory=set)  # questions that it has not answered
-    owed: dict[_PartId, "_Row"] = field(default_factory=dict)  # rows asked for; at most WINDOW
-    queue: deque["_Row"] = field(default_factory=deque)  # rows to be asked for; empty unless READY
-
-    @property
-    def owes(self) -> bool:
-        return bool(self.asked or self.owed)
-
-
-@dataclass(slots=True)
-class _QuestionState:
-    request: int
-    round: int
-    keys: tuple[OffloadKey, ...]
-    asked_at: float
-    deadline: float
-    waiting: set[Address] = field(default_factory=set)  # peers that have not answered; each has it in `asked`
-    best: tuple[Address, Found] | None = None
-
-
-@dataclass(slots=True)
-class _Promise:
-    """What a peer has promised for a round that was answered. It is released when nobody wants it any more."""
-
-    address: Address
-    rows: int = 0  # of jobs in flight
-    wanted: bool = True  # the request has not finished
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    job: "_Job"
-    wanted: Wanted
-
-    @property
-    def part_id(self) -> _PartId:
-        source = self.wanted.source
-        return source.request, source.round, source.part
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    job_id: int
-    deadline: float
-    open: int
-    good: list[OffloadKey] = field(default_factory=list)
-    corrupt: list[OffloadKey] = field(default_factory=list)
+_HOPELESS = {Reason.VERSION, Reason.FINGERPRINT, Reason.GEOMETRY, Reason.NOT_ALLOWED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,19 +82,14 @@ class Pulling:
         clock: Clock = monotonic,
     ) -> None:
         self._hello = hello
-        self._accept = accept
         self._times = times
         self._clock = clock
-        self._peers = {address: _Peer(address) for address in addresses}
-        # Questions without an answer.
-        self._questions: dict[_RoundId, _QuestionState] = {}
-        # Rounds that somebody has promised something for, until they are released or their peer fails.
-        self._promises: dict[_RoundId, _Promise] = {}
-        # Jobs with open rows; each open row is in the `owed` or the `queue` of exactly one peer.
-        self._jobs: dict[int, _Job] = {}
+        self._peers = {address: Peer(address) for address in addresses}
         self._out: list[Instruction] = []
+        self._questions = Questions(self._peers, times.lookup, self._say, self._on_concluded, clock)
+        self._transfers = Transfers(self._peers, times.pull, accept, self._strike, self._instruct, clock)
+        # For telling; a kind is ours or a Reason of the protocol, so there are few.
         self.failures: Counter[tuple[Address, str]] = Counter()
-        self.num_bytes = 0
 
     # ---- what the tier wants -----------------------------------------------------------------------------------
 
@@ -243,99 +98,88 @@ class Pulling:
     ) -> list[Instruction]:
         """Who of these peers has these keys?"""
         now = self._clock()
-        question = _QuestionState(request, round_, tuple(keys), now, now + self._times.lookup)
-        self._questions[request, round_] = question
-        for address in addresses:
-            peer = self._peers.get(address)
-            if peer is None or now < peer.retry_at:
-                continue
-            question.waiting.add(address)
-            self._begin_to_owe(peer)
-            peer.asked.add((request, round_))
+        known = [peer for address in addresses if (peer := self._peers.get(address)) is not None]
+        peers = [peer for peer in known if now >= peer.retry_at]
+        self._questions.ask((request, round_), keys, peers)
+        for peer in peers:
             if peer.phase is Phase.CLOSED:
-                self._out.append(Connect(address))
+                self._instruct(Connect(peer.address))
                 self._greet(peer)
             elif peer.phase is Phase.READY:
-                self._say(peer, Lookup(request, round_, question.keys))
-        if not question.waiting:
-            self._conclude(question)
+                self._questions.say_to(peer, (request, round_))
         return self._take()
 
     def pull(self, job_id: int, rows: Sequence[Wanted]) -> list[Instruction]:
         """Fetch these rows. Those whose peer or promise is gone fail at once."""
-        now = self._clock()
-        job = self._jobs[job_id] = _Job(job_id, now + self._times.pull, len(rows))
-        peers: dict[Address, _Peer] = {}
-        for wanted in rows:
-            source, row = wanted.source, _Row(job, wanted)
-            promise = self._promises.get((source.request, source.round))
-            peer = self._peers[source.address]
-            if promise is None or peer.phase is not Phase.READY or now >= source.expires:
-                self._end_row(row)
-                continue
-            promise.rows += 1
-            peer.queue.append(row)
-            peers[peer.address] = peer
-        for peer in peers.values():
-            self._fetch_more(peer)
-        self._end_job_if_over(job)
+        self._transfers.pull(job_id, rows)
         return self._take()
 
     def finish(self, request: int) -> list[Instruction]:
         """The request is over: nothing more of what was promised for it will be asked for."""
-        for round_id in [round_id for round_id in self._questions if round_id[0] == request]:
-            self._conclude(self._questions[round_id])
-        for round_id in [round_id for round_id in self._promises if round_id[0] == request]:
-            self._promises[round_id].wanted = False
-            self._release_if_unwanted(round_id)
+        self._questions.finish(request)
+        self._transfers.finish(request)
         return self._take()
 
     def forget(self) -> list[Instruction]:
-        """Every question is answered, every job ends, every promise is released. Nothing that still comes counts."""
-        for question in list(self._questions.values()):
-            self._conclude(question)
-        for peer in self._peers.values():
-            for row in [*peer.owed.values(), *peer.queue]:
-                self._end_promised_row(row)
-            peer.owed.clear()
-            peer.queue.clear()
-            self._settle_debt(peer)
-        for round_id, promise in list(self._promises.items()):
-            promise.wanted = False
-            self._release_if_unwanted(round_id)
+        """Every question is answered, every job ends as soon as nothing gets into its rows, every promise is released.
+
+        Nothing that still comes counts.
+        """
+        self._questions.end_all()
+        self._transfers.drop_all()
         return self._take()
 
     # ---- what happens ------------------------------------------------------------------------------------------
 
-    def heard(self, address: Address, parts: Sequence[Buffer]) -> list[Instruction]:
-        """The peer said something."""
+    def heard(self, address: Address, answer: Answer, behind: Sequence[Buffer] = ()) -> list[Instruction]:
+        """The peer said something. Behind Data there are its header and its payload, unless that is in its row."""
         peer = self._peers[address]
         if peer.phase is Phase.CLOSED:
             return self._take()
+        peer.is_alive(self._clock())
         try:
-            answer = decode_answer(parts)
-            if peer.owes:
-                peer.quiet_since, peer.pinged = self._clock(), False
-            self._take_in(peer, answer, parts[1:])
+            self._take_in(peer, answer, behind)
         except MessageError:
             self._fail(peer, "malformed")
         return self._take()
 
+    def garbled(self, address: Address) -> list[Instruction]:
+        """What the peer said is no message."""
+        return self._failed(address, "malformed")
+
     def lost(self, address: Address) -> list[Instruction]:
         """The connection is gone, or never came about."""
-        peer = self._peers[address]
-        if peer.phase is not Phase.CLOSED:
-            self._fail(peer, "lost")
+        return self._failed(address, "lost")
+
+    def moving(self, address: Address) -> None:
+        """Bytes come from the peer."""
+        self._peers[address].is_alive(self._clock())
+
+    def can_read(self, address: Address) -> None:
+        """The peer's memory is attached."""
+        self._peers[address].can_read = True
+
+    def landing(self, address: Address, part_id: PartId) -> Wanted | None:
+        """The payload of this part begins to come: the row that it gets into, or None where it is not wanted."""
+        return self._transfers.landing(self._peers[address], part_id)
+
+    def landed(self, address: Address, part_ids: Sequence[PartId]) -> list[Instruction]:
+        """These parts were read out of the peer's memory."""
+        self._transfers.on_landed(self._peers[address], part_ids)
+        return self._take()
+
+    def checked(self, address: Address, part_id: PartId, num_bytes: int, *, good: bool) -> list[Instruction]:
+        """A row was verified."""
+        self._transfers.on_checked(self._peers[address], part_id, num_bytes, good=good)
         return self._take()
 
     def tick(self) -> list[Instruction]:
         """Time has passed."""
         now = self._clock()
-        for question in [question for question in self._questions.values() if question.deadline <= now]:
-            if question.waiting:  # else a peer that failed just now has ended it
-                self._give_up_waiting(question)
-        for job in [job for job in self._jobs.values() if job.deadline <= now]:
-            self._time_out(job)
+        for peer in self._questions.time_out():
+            self._answer_is_late(peer)
+        for peer in self._transfers.late_peers():
+            self._fail(peer, "late")
         for peer in self._peers.values():
             if now - peer.quiet_since >= self._times.silence:
                 self._fail(peer, "silent")
@@ -350,8 +194,8 @@ class Pulling:
         return min(self._timers(), default=None)
 
     def _timers(self) -> Iterator[float]:
-        yield from (question.deadline for question in self._questions.values())
-        yield from (job.deadline for job in self._jobs.values())
+        yield from self._questions.deadlines()
+        yield from self._transfers.deadlines()
         silence = self._times.silence
         for peer in self._peers.values():
             if peer.quiet_since != inf:
@@ -360,66 +204,38 @@ class Pulling:
 
     # ---- answers -----------------------------------------------------------------------------------------------
 
-    def _take_in(self, peer: _Peer, answer: Answer, behind: Sequence[Buffer]) -> None:
+    def _take_in(self, peer: Peer, answer: Answer, behind: Sequence[Buffer]) -> None:
         match answer:
             case Welcome():
                 self._on_welcome(peer, answer)
             case Found():
-                self._on_found(peer, answer)
+                if self._questions.on_found(peer, answer):
+                    peer.strikes = 0
             case Data():
-                self._on_data(peer, answer, behind)
+                self._transfers.on_data(peer, answer, behind[0], behind[1] if len(behind) > 1 else None)
+            case Proofs():
+                self._transfers.on_proofs(peer, answer)
             case Refuse():
                 self._on_refuse(peer, answer)
             case Pong():
                 pass
 
-    def _on_welcome(self, peer: _Peer, welcome: Welcome) -> None:
+    def _on_welcome(self, peer: Peer, welcome: Welcome) -> None:
         if peer.phase is not Phase.GREETING:
             raise MessageError("a Welcome that nobody asked for")
         peer.phase, peer.engine_id = Phase.READY, welcome.engine_id
-        for request, round_ in sorted(peer.asked):
-            self._say(peer, Lookup(request, round_, self._questions[request, round_].keys))
+        if welcome.memory is not None and not peer.can_read:
+            self._instruct(Attach(peer.address, welcome.memory))
+        for round_id in sorted(peer.asked):
+            self._questions.say_to(peer, round_id)
 
-    def _on_found(self, peer: _Peer, found: Found) -> None:
-        round_id = found.request, found.round
-        question = self._questions.get(round_id)
-        if question is None or peer.address not in question.waiting:
-            # Too late, or somebody else had everything. The winner's promise is not this one's.
-            if found.parts:
-                self._say(peer, Release(*round_id))
-            self._no_longer_asked(peer, round_id)
-            return
-        if found.parts and max(found.parts) >= len(question.keys):
-            raise MessageError("a promise of keys that nobody asked for")
-        peer.strikes = 0
-        question.waiting.discard(peer.address)
-        self._no_longer_asked(peer, round_id)
-        loser: tuple[Address, Found] | None = peer.address, found
-        if question.best is None or _worth(found) > _worth(question.best[1]):
-            question.best, loser = (peer.address, found), question.best
-        if loser is not None and loser[1].parts:
-            self._say(self._peers[loser[0]], Release(*round_id))
-        if not question.waiting or len(question.best[1].parts) == len(question.keys):
-            self._conclude(question)
+    def _on_concluded(self, conclusion: Conclusion) -> None:
+        answered, winner = conclusion
+        if winner is not None:
+            self._transfers.promised((answered.request, answered.round), winner)
+        self._instruct(answered)
 
-    def _on_data(self, peer: _Peer, data: Data, behind: Sequence[Buffer]) -> None:
-        row = peer.owed.pop((data.request, data.round, data.part), None)
-        if row is None:
-            return
-        header, payload = behind
-        if self._accept(row.wanted.key, row.wanted.row, header, payload):
-            peer.strikes = 0
-            self.num_bytes += len(header) + len(payload)
-            row.job.good.append(row.wanted.key)
-        else:
-            row.job.corrupt.append(row.wanted.key)
-            self._strike(peer, "corrupt")
-        self._end_promised_row(row)
-        if len(peer.owed) <= WINDOW // 2:
-            self._fetch_more(peer)
-        self._settle_debt(peer)
-
-    def _on_refuse(self, peer: _Peer, refuse: Refuse) -> None:
+    def _on_refuse(self, peer: Peer, refuse: Refuse) -> None:
         if refuse.request == _SESSION:
             if refuse.reason is Reason.NO_HELLO:
                 self._on_forgotten(peer)
@@ -428,71 +244,49 @@ class Pulling:
             return
         round_id = refuse.request, refuse.round
         self.failures[peer.address, refuse.reason.value] += 1
-        question = self._questions.get(round_id)
-        if question is not None and peer.address in question.waiting:
-            question.waiting.discard(peer.address)
-            if not question.waiting:
-                self._conclude(question)
-        self._no_longer_asked(peer, round_id)
-        self._fail_rows(peer, round_id)
+        self._questions.withdraw(peer, round_id)
+        self._transfers.fail(peer, refuse.reason.value, round_id)
 
-    def _on_forgotten(self, peer: _Peer) -> None:
+    def _on_forgotten(self, peer: Peer) -> None:
         """It was reset, or made room. What is asked is asked again after its Welcome.
 
         While greeting, this answers something that was said before the greeting.
         """
         if peer.phase is Phase.READY:
-            self._fail_rows(peer)
-            self._drop_promises(peer)
             self._greet(peer)
+            self._transfers.fail(peer, Reason.NO_HELLO.value)
+            self._transfers.forget_promises(peer)
 
-    # ---- ends --------------------------------------------------------------------------------------------------
+    # ---- failures ----------------------------------------------------------------------------------------------
 
-    def _conclude(self, question: _QuestionState) -> None:
-        """The answer that there is by now."""
-        round_id = question.request, question.round
-        del self._questions[round_id]
-        for address in question.waiting:
-            self._no_longer_asked(self._peers[address], round_id)
-        found: dict[OffloadKey, Source] = {}
-        if question.best is not None and question.best[1].parts:
-            address, best = question.best
-            self._promises[round_id] = _Promise(address)
-            expires = question.asked_at + best.seconds
-            found = {question.keys[part]: Source(address, *round_id, part, best.epoch, expires) for part in best.parts}
-        self._out.append(Answered(*round_id, found))
+    def _answer_is_late(self, peer: Peer) -> None:
+        """A peer that could not even be greeted in that time is not there."""
+        if peer.phase is Phase.GREETING:
+            self._fail(peer, "unreachable")
+        elif peer.phase is Phase.READY:
+            self._strike(peer, "late")
 
-    def _give_up_waiting(self, question: _QuestionState) -> None:
-        """At the deadline. A peer that could not even be greeted in that time is not there."""
-        late = [self._peers[address] for address in question.waiting]
-        self._conclude(question)
-        for peer in late:
-            if peer.phase is Phase.GREETING:
-                self._fail(peer, "unreachable")
-            else:
-                self._strike(peer, "late")
-
-    def _time_out(self, job: _Job) -> None:
-        """Its peers had their time, and fail with all that they owe."""
-        for peer in self._peers.values():
-            if any(row.job is job for row in [*peer.owed.values(), *peer.queue]):
-                self._fail(peer, "late")
-
-    def _strike(self, peer: _Peer, why: str) -> None:
+    def _strike(self, peer: Peer, why: str) -> None:
         self.failures[peer.address, why] += 1
         peer.strikes += 1
         if peer.strikes >= MAX_STRIKES and peer.phase is not Phase.CLOSED:
-            self._close(peer, None)
+            self._close(peer, why, None)
 
-    def _fail(self, peer: _Peer, why: str, backoff: float | None = None) -> None:
+    def _failed(self, address: Address, why: str) -> list[Instruction]:
+        peer = self._peers[address]
+        if peer.phase is not Phase.CLOSED:
+            self._fail(peer, why)
+        return self._take()
+
+    def _fail(self, peer: Peer, why: str, backoff: float | None = None) -> None:
         """The peer is not asked for a while, nor are other ports of the same engine."""
         failed = [peer, *self._other_ports(peer)]
         for one in failed:
             self.failures[one.address, why] += 1
             one.strikes += 1
-            self._close(one, backoff)
+            self._close(one, why, backoff)
 
-    def _other_ports(self, peer: _Peer) -> list[_Peer]:
+    def _other_ports(self, peer: Peer) -> list[Peer]:
         """On the same host and by the same name: anybody could call himself like an engine on another host."""
         if peer.phase is not Phase.READY or not peer.engine_id:
             return []
@@ -504,106 +298,28 @@ class Pulling:
             and (other.address.host, other.engine_id) == (peer.address.host, peer.engine_id)
         ]
 
-    def _close(self, peer: _Peer, backoff: float | None) -> None:
-        peer.phase = Phase.CLOSED
+    def _close(self, peer: Peer, why: str, backoff: float | None) -> None:
+        peer.phase, peer.can_read = Phase.CLOSED, False
         if backoff is None:
             backoff = min(LAST_BACKOFF, FIRST_BACKOFF * 2 ** min(peer.strikes - 1, 10))
         peer.retry_at = self._clock() + backoff
-        self._out.append(Disconnect(peer.address))
-        self._fail_rows(peer)
-        self._drop_promises(peer)
-        for question in [self._questions[round_id] for round_id in peer.asked if round_id in self._questions]:
-            question.waiting.discard(peer.address)
-            if not question.waiting:
-                self._conclude(question)
-        for question in self._questions.values():
-            if question.best is not None and question.best[0] == peer.address:
-                question.best = None
-        peer.asked.clear()
-        self._settle_debt(peer)
-
-    def _drop_promises(self, peer: _Peer) -> None:
-        """It does not remember them. Called when none of its rows is open."""
-        self._promises = {
-            round_id: promise for round_id, promise in self._promises.items() if promise.address != peer.address
-        }
-
-    def _fail_rows(self, peer: _Peer, round_id: _RoundId | None = None) -> None:
-        """Of one round, or all."""
-        rows = [row for row in [*peer.owed.values(), *peer.queue] if round_id in (None, row.part_id[:2])]
-        gone = set(map(id, rows))
-        peer.owed = {part_id: row for part_id, row in peer.owed.items() if id(row) not in gone}
-        peer.queue = deque(row for row in peer.queue if id(row) not in gone)
-        for row in rows:
-            self._end_promised_row(row)
-        if peer.phase is Phase.READY:
-            self._fetch_more(peer)
-        self._settle_debt(peer)
-
-    def _end_promised_row(self, row: _Row) -> None:
-        round_id = row.part_id[:2]
-        promise = self._promises.get(round_id)
-        if promise is not None:
-            promise.rows -= 1
-            self._release_if_unwanted(round_id)
-        self._end_row(row)
-        self._end_job_if_over(row.job)
-
-    def _end_row(self, row: _Row) -> None:
-        row.job.open -= 1
-
-    def _end_job_if_over(self, job: _Job) -> None:
-        if not job.open and self._jobs.pop(job.job_id, None) is not None:
-            self._out.append(JobEnded(job.job_id, tuple(job.good), tuple(job.corrupt)))
-
-    def _release_if_unwanted(self, round_id: _RoundId) -> None:
-        promise = self._promises[round_id]
-        if promise.wanted or promise.rows:
-            return
-        del self._promises[round_id]
-        peer = self._peers[promise.address]
-        if peer.phase is Phase.READY:
-            self._say(peer, Release(*round_id))
+        self._instruct(Disconnect(peer.address))
+        self._transfers.fail(peer, why)
+        self._transfers.forget_promises(peer)
+        self._questions.withdraw_all(peer)
+        peer.settle(self._clock())
 
     # ---- small parts -------------------------------------------------------------------------------------------
 
-    def _greet(self, peer: _Peer) -> None:
+    def _greet(self, peer: Peer) -> None:
         peer.phase = Phase.GREETING
         self._say(peer, self._hello)
 
-    def _fetch_more(self, peer: _Peer) -> None:
-        """Ask for as many queued rows as the window allows: one Fetch for each run of one round."""
-        batch: list[_Row] = []
-        while peer.queue and len(peer.owed) < WINDOW:
-            row = peer.queue.popleft()
-            if batch and batch[0].part_id[:2] != row.part_id[:2]:
-                self._say_fetch(peer, batch)
-                batch = []
-            self._begin_to_owe(peer)
-            peer.owed[row.part_id] = row
-            batch.append(row)
-        if batch:
-            self._say_fetch(peer, batch)
+    def _say(self, peer: Peer, message: Question) -> None:
+        self._instruct(Say(peer.address, message))
 
-    def _say_fetch(self, peer: _Peer, batch: Sequence[_Row]) -> None:
-        source = batch[0].wanted.source
-        parts = tuple(row.wanted.source.part for row in batch)
-        self._say(peer, Fetch(source.request, source.round, source.epoch, parts))
-
-    def _begin_to_owe(self, peer: _Peer) -> None:
-        if not peer.owes:
-            peer.quiet_since, peer.pinged = self._clock(), False
-
-    def _no_longer_asked(self, peer: _Peer, round_id: _RoundId) -> None:
-        peer.asked.discard(round_id)
-        self._settle_debt(peer)
-
-    def _settle_debt(self, peer: _Peer) -> None:
-        if not peer.owes:
-            peer.quiet_since, peer.pinged = inf, False
-
-    def _say(self, peer: _Peer, message: Question) -> None:
-        self._out.append(Say(peer.address, message))
+    def _instruct(self, instruction: Instruction) -> None:
+        self._out.append(instruction)
 
     def _take(self) -> list[Instruction]:
         out, self._out = self._out, []
@@ -612,47 +328,34 @@ class Pulling:
     # ---- for telling and for tests -----------------------------------------------------------------------------
 
     @property
-    def peers_up(self) -> int:
-        """Peers that have welcomed us and did not fail since."""
-        return sum(peer.phase is Phase.READY for peer in self._peers.values())
+    def bytes_from(self) -> Counter[Address]:
+        """Right bytes of each peer, frames included."""
+        return self._transfers.bytes_from
+
+    @property
+    def failed_rows(self) -> Counter[str]:
+        """Rows that did not come, by kind."""
+        return self._transfers.failed_rows
+
+    @property
+    def seconds_from(self) -> dict[Address, float]:
+        """How long each peer owed us rows."""
+        return {peer.address: peer.pulling_seconds for peer in self._peers.values()}
+
+    def is_up(self, address: Address) -> bool:
+        """Whether the peer has welcomed us and did not fail since."""
+        return self._peers[address].phase is Phase.READY
 
     def leftovers(self) -> dict[str, int]:
         """What is empty when nothing is going on, by name."""
-        peers = self._peers.values()
-        return {
-            "questions": len(self._questions),
-            "jobs": len(self._jobs),
-            "promises": len(self._promises),
-            "asked": sum(len(peer.asked) for peer in peers),
-            "rows": sum(len(peer.owed) + len(peer.queue) for peer in peers),
-        }
+        asked = sum(len(peer.asked) for peer in self._peers.values())
+        return {"questions": len(self._questions), "asked": asked, **self._transfers.leftovers()}
 
     def check(self) -> None:
         """Assert the invariants beside the declarations. For tests."""
-        rows = [row for peer in self._peers.values() for row in [*peer.owed.values(), *peer.queue]]
-        assert Counter(id(row.job) for row in rows) == Counter({id(j): j.open for j in self._jobs.values() if j.open})
-        assert all(job.open for job in self._jobs.values())
-        for round_id, promise in self._promises.items():
-            assert promise.wanted or promise.rows
-            assert promise.rows == sum(row.part_id[:2] == round_id for row in rows)
+        self._questions.check()
+        self._transfers.check()
         for peer in self._peers.values():
-            assert len(peer.owed) <= WINDOW
-            assert peer.phase is Phase.READY or not (peer.owed or peer.queue)
-            assert peer.phase is not Phase.CLOSED or not peer.asked
+            assert peer.phase is not Phase.CLOSED or not (peer.asked or peer.rows or peer.can_read)
+            assert peer.phase is Phase.READY or all(row.dropped for row in peer.rows)
             assert peer.owes == (peer.quiet_since != inf)
-            assert peer.asked == {q for q, question in self._questions.items() if peer.address in question.waiting}
-        for question in self._questions.values():
-            assert question.waiting
-
-
-_HOPELESS = {Reason.VERSION, Reason.FINGERPRINT, Reason.GEOMETRY, Reason.NOT_ALLOWED}
-
-
-def _worth(found: Found) -> tuple[int, int]:
-    """How long the prefix is that a peer has, then how many keys."""
-    leading = 0
-    for part in sorted(found.parts):
-        if part != leading:
-            break
-        leading += 1
-    return leading, len(found.parts)

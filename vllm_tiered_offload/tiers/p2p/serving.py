@@ -1,6 +1,6 @@
 """The owner's side of the conversation: what is said comes in, what to answer goes out. No I/O.
 
-    stranger --Hello that fits--> session --Lookup, Fetch, Release, Ping--> session
+    stranger --Hello that fits--> session --Lookup, Fetch, Reading, Confirm, Release, Ping--> session
         |                            |
         +--anything else--> refused  +--malformed, does not read, silent too long, room needed--> stranger
 
@@ -9,7 +9,6 @@ Under CURVE a session belongs to the key that opened it, and what comes over it 
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -21,13 +20,16 @@ from vllm_tiered_offload.tiers.p2p.messages import (
     PROTOCOL_VERSION,
     Answer,
     Buffer,
+    Confirm,
     Fetch,
     Hello,
     Lookup,
+    Memory,
     MessageError,
     Ping,
     Pong,
     Question,
+    Reading,
     Reason,
     Refuse,
     Release,
@@ -51,7 +53,16 @@ class SendRows:
     rows: list[PromisedRow]
 
 
-Reply: TypeAlias = Answer | SendRows
+@dataclass(frozen=True, slots=True)
+class ProveRows:
+    """Send Proofs of these rows of the round."""
+
+    request: int
+    round: int
+    rows: list[PromisedRow]
+
+
+Reply: TypeAlias = Answer | SendRows | ProveRows
 
 R = TypeVar("R", bound=Reply)
 
@@ -73,6 +84,7 @@ class Owner:
 
     def __init__(self, own: Hello, promises: Promises, *, clock: Clock = monotonic) -> None:
         self._own = own
+        self.memory: Memory | None = None  # what can be read, once it is known
         self.promises = promises
         self._clock = clock
         # At most MAX_SESSIONS; the one that was silent for the longest time comes first.
@@ -84,11 +96,15 @@ class Owner:
         """Peers that were welcomed and are not forgotten."""
         return len(self._sessions)
 
-    def receive(self, peer: PeerId, user: UserId, parts: Sequence[Buffer]) -> Reply | None:
-        """What to answer to one wire message; None for nothing. Never raises because of what it holds."""
+    def knows(self, peer: PeerId) -> bool:
+        """Whether it has a session."""
+        return peer in self._sessions
+
+    def receive(self, peer: PeerId, user: UserId, message: Buffer) -> Reply | None:
+        """What to answer to one message; None for nothing. Never raises because of what it holds."""
         session = self._sessions.get(peer)
         try:
-            question = decode_question(parts)
+            question = decode_question(message)
         except MessageError:
             return self._refuse_garbage(peer, known=session is not None)
         if isinstance(question, Hello):
@@ -108,16 +124,18 @@ class Owner:
             case Fetch(request, round_):
                 rows = self.promises.fetch(peer, question)
                 return self._counted(rows) if isinstance(rows, Refuse) else SendRows(request, round_, rows)
+            case Reading():
+                refusal = self.promises.begin_reading(peer, question)
+                return None if refusal is None else self._counted(refusal)
+            case Confirm(request, round_):
+                rows = self.promises.confirm(peer, question)
+                return self._counted(rows) if isinstance(rows, Refuse) else ProveRows(request, round_, rows)
             case Release(request, round_):
                 self.promises.release(peer, request, round_)
                 return None
             case Ping(number):
                 return Pong(number)
         raise AssertionError(question)
-
-    def sent(self, peer: PeerId, rows: SendRows) -> None:
-        """The bytes of these rows were copied: nobody reads them any more."""
-        self.promises.fetched(peer, rows.request, rows.round)
 
     def drop(self, peer: PeerId) -> None:
         """The peer is gone, or does not read what it asked for."""
@@ -141,7 +159,7 @@ class Owner:
                 return self._refuse(Reason.BUSY)
             self.drop(oldest)
         self._sessions[peer] = _Session(user, now)
-        return Welcome(self.promises.epoch, self._own.engine_id)
+        return Welcome(self.promises.epoch, self._own.engine_id, self.memory)
 
     def _objection(self, hello: Hello) -> Reason | None:
         own = self._own

@@ -40,10 +40,10 @@ from vllm_tiered_offload.settings import show, validate_block
 from vllm_tiered_offload.tiers.expiring_keys import ExpiringKeys
 from vllm_tiered_offload.tiers.p2p.bounded_log import BoundedLog
 from vllm_tiered_offload.tiers.p2p.client import Ask, Finish, Forget, Outcome, PeerClient, Pull
+from vllm_tiered_offload.tiers.p2p.instructions import Address, Answered, JobEnded, Source, Wanted
 from vllm_tiered_offload.tiers.p2p.knowledge import RequestKnowledge
 from vllm_tiered_offload.tiers.p2p.leases import PromiseLimits, Promises
 from vllm_tiered_offload.tiers.p2p.messages import MAX_KEY_BYTES, MAX_KEYS, Hello
-from vllm_tiered_offload.tiers.p2p.pulling import Address, Answered, JobEnded, Source, Wanted
 from vllm_tiered_offload.tiers.p2p.server import PeerServer
 from vllm_tiered_offload.tiers.p2p.serving import Owner, greeting
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings

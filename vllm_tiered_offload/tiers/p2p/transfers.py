@@ -1,0 +1,294 @@
+"""The rows that jobs want, and the promises that they use. No I/O.
+
+    queued --window has room--> owed --Data and its payload: verified, copied--------------------------> ended
+                                 |  ^--Data, its payload is landing in the row--> landing --> checking ---^
+                                 |
+                                 +--Reading, where the peer's memory can be read--> landing --Confirm--> owed
+                                                                          --Proofs--> checking --> ended
+
+- A row ends once: verified, corrupt, refused, or failed with its peer or at its deadline. A job ends with its last row.
+- A row that is landing ends only when it has landed, or when its peer is disconnected: whoever has the row next would
+  find somebody else's bytes in it. What was to end before is `dropped`, and ends then.
+- Bytes count when they were verified, and those that were read out of a peer's memory when the peer has confirmed that
+  its promise held until they were there.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from vllm_tiered_offload.contract.seams import Clock
+from vllm_tiered_offload.tiers.p2p.instructions import (
+    AcceptRow,
+    Address,
+    Check,
+    Instruction,
+    JobEnded,
+    PartId,
+    Read,
+    RoundId,
+    Say,
+    Wanted,
+)
+from vllm_tiered_offload.tiers.p2p.messages import (
+    MAX_PARTS,
+    Buffer,
+    Confirm,
+    Data,
+    Fetch,
+    MessageError,
+    Proofs,
+    Reading,
+    Release,
+)
+from vllm_tiered_offload.tiers.p2p.peers import Job, Peer, Phase, Row, RowState
+
+WINDOW = MAX_PARTS  # rows that one peer owes us at a time: a server drops whoever has more in its queue
+
+
+@dataclass(slots=True)
+class _Promise:
+    """What a peer has promised for a round that was answered. It is released when nobody wants it any more."""
+
+    address: Address
+    rows: int = 0  # of jobs in flight
+    wanted: bool = True  # the request has not finished
+
+
+class Transfers:
+    """All jobs that have no result. What follows from a call is appended to `out`."""
+
+    def __init__(
+        self,
+        peers: dict[Address, Peer],
+        seconds: float,
+        accept: AcceptRow,
+        strike: Callable[[Peer, str], None],
+        out: Callable[[Instruction], None],
+        clock: Clock,
+    ) -> None:
+        self._peers = peers
+        self._seconds = seconds
+        self._accept = accept
+        self._strike = strike
+        self._out = out
+        self._clock = clock
+        # Rounds that somebody has promised something for, until they are released or their peer fails.
+        self._promises: dict[RoundId, _Promise] = {}
+        # Jobs with open rows; each open row is in the `owed` or the `queue` of exactly one peer.
+        self._jobs: dict[int, Job] = {}
+        # For telling.
+        self.bytes_from: Counter[Address] = Counter()  # right ones, frames included
+        self.failed_rows: Counter[str] = Counter()  # rows that did not come, by kind
+
+    def promised(self, round_id: RoundId, address: Address) -> None:
+        """The peer has promised something of this round."""
+        self._promises[round_id] = _Promise(address)
+
+    def pull(self, job_id: int, rows: Sequence[Wanted]) -> None:
+        """Fetch these rows. Those whose peer or promise is gone fail at once."""
+        now = self._clock()
+        job = self._jobs[job_id] = Job(job_id, now + self._seconds, len(rows))
+        peers: dict[Address, Peer] = {}
+        for wanted in rows:
+            promise = self._promises.get(wanted.part_id[:2])
+            peer = self._peers[wanted.source.address]
+            if promise is None or peer.phase is not Phase.READY or now >= wanted.source.expires:
+                job.open -= 1
+                continue
+            promise.rows += 1
+            peer.queue.append(Row(job, wanted))
+            peers[peer.address] = peer
+        for peer in peers.values():
+            self._fetch_more(peer)
+        self._end_if_over(job)
+
+    # ---- asking ------------------------------------------------------------------------------------------------
+
+    def _fetch_more(self, peer: Peer) -> None:
+        """Ask for as many queued rows as the window allows, round by round."""
+        batch: list[Row] = []
+        while peer.queue and len(peer.owed) < WINDOW:
+            row = peer.queue.popleft()
+            peer.begin_to_owe_row(row, self._clock())
+            batch.append(row)
+        for _, rows in groupby(batch, lambda row: row.wanted.part_id[:2]):
+            self._ask_for(peer, list(rows))
+
+    def _ask_for(self, peer: Peer, rows: Sequence[Row]) -> None:
+        """These rows of one round."""
+        source, parts = rows[0].wanted.source, tuple(row.wanted.source.part for row in rows)
+        if not peer.can_read or source.row is None:
+            self._out(Say(peer.address, Fetch(source.request, source.round, source.epoch, parts)))
+            return
+        for row in rows:
+            row.state = RowState.LANDING
+        self._out(Say(peer.address, Reading(source.request, source.round, source.epoch, parts)))
+        self._out(Read(peer.address, tuple(row.wanted for row in rows)))
+
+    # ---- bytes come --------------------------------------------------------------------------------------------
+
+    def landing(self, peer: Peer, part_id: PartId) -> Wanted | None:
+        """Whether the payload of this part may get into its row from now on."""
+        row = peer.owed.get(part_id)
+        if row is None or row.state is not RowState.OWED:
+            return None
+        row.state = RowState.LANDING
+        return row.wanted
+
+    def on_data(self, peer: Peer, data: Data, header: Buffer, payload: Buffer | None) -> None:
+        """The part is there: in `payload`, or in its row already, where `landing` had a row for it."""
+        row = peer.owed.get((data.request, data.round, data.part))
+        if row is None or (payload is None) != (row.state is RowState.LANDING):
+            return
+        if payload is not None:
+            self._end_checked(peer, row, len(header) + len(payload), good=self._accept(row.wanted, header, payload))
+        elif row.dropped:
+            self._end_row(peer, row)
+        else:
+            self._check(peer, row, header)
+
+    def on_landed(self, peer: Peer, part_ids: Sequence[PartId]) -> None:
+        """These parts were read."""
+        rows = [row for part_id in part_ids if (row := peer.owed.get(part_id)) and row.state is RowState.LANDING]
+        for row in rows:
+            row.state = RowState.OWED
+            if row.dropped:
+                self._end_row(peer, row)
+        kept = [row.wanted.source for row in rows if not row.dropped]
+        for _, sources in groupby(kept, lambda source: (source.request, source.round)):
+            first, *others = sources
+            parts = (first.part, *(source.part for source in others))
+            self._out(Say(peer.address, Confirm(first.request, first.round, first.epoch, parts)))
+
+    def on_proofs(self, peer: Peer, proofs: Proofs) -> None:
+        """The peer's promise of these parts held."""
+        if len(proofs.parts) != len(proofs.headers):
+            raise MessageError("proofs of other parts than it says")
+        for part, header in zip(proofs.parts, proofs.headers, strict=True):
+            row = peer.owed.get((proofs.request, proofs.round, part))
+            if row is None:
+                continue
+            if row.state is not RowState.OWED or row.wanted.source.row is None:
+                raise MessageError("a proof of what was not read")
+            self._check(peer, row, header)
+
+    def _check(self, peer: Peer, row: Row, header: Buffer) -> None:
+        row.state = RowState.CHECKING
+        self._out(Check(peer.address, row.wanted, header))
+
+    def on_checked(self, peer: Peer, part_id: PartId, num_bytes: int, *, good: bool) -> None:
+        """The row of this part was verified, and so was its header: `num_bytes` together."""
+        row = peer.owed.get(part_id)
+        if row is not None and row.state is RowState.CHECKING:
+            self._end_checked(peer, row, num_bytes, good=good)
+
+    def _end_checked(self, peer: Peer, row: Row, num_bytes: int, *, good: bool) -> None:
+        if good:
+            peer.strikes = 0
+            self.bytes_from[peer.address] += num_bytes
+            row.job.good.append(row.wanted.key)
+        else:
+            row.job.corrupt.append(row.wanted.key)
+            self.failed_rows["corrupt"] += 1
+        self._end_row(peer, row)
+        if not good:
+            self._strike(peer, "corrupt")
+
+    # ---- ends --------------------------------------------------------------------------------------------------
+
+    def fail(self, peer: Peer, why: str, round_id: RoundId | None = None) -> None:
+        """The rows of one round, or all. Those that are landing end later, unless the peer is disconnected by now."""
+        rows = [row for row in peer.rows if round_id in (None, row.wanted.part_id[:2])]
+        self.failed_rows[why] += len(rows)
+        for row in rows:
+            self._drop(peer, row)
+        if peer.phase is Phase.READY:
+            self._fetch_more(peer)
+
+    def _drop(self, peer: Peer, row: Row) -> None:
+        row.dropped = True
+        if row.state is not RowState.LANDING or peer.phase is Phase.CLOSED:
+            self._end_row(peer, row)
+
+    def _end_row(self, peer: Peer, row: Row) -> None:
+        """Take it from its peer, its promise and its job."""
+        part_id = row.wanted.part_id
+        if peer.owed.pop(part_id, None) is None:
+            peer.queue.remove(row)
+        round_id = part_id[:2]
+        promise = self._promises.get(round_id)
+        if promise is not None:
+            promise.rows -= 1
+            self._release_if_unwanted(round_id)
+        row.job.open -= 1
+        self._end_if_over(row.job)
+        if peer.phase is Phase.READY and not row.dropped and len(peer.owed) <= WINDOW // 2:
+            self._fetch_more(peer)
+        peer.settle(self._clock())
+
+    def _end_if_over(self, job: Job) -> None:
+        if not job.open and self._jobs.pop(job.job_id, None) is not None:
+            self._out(JobEnded(job.job_id, tuple(job.good), tuple(job.corrupt)))
+
+    def finish(self, request: int) -> None:
+        """Nothing more of what was promised for the request will be asked for."""
+        for round_id in [round_id for round_id in self._promises if round_id[0] == request]:
+            self._promises[round_id].wanted = False
+            self._release_if_unwanted(round_id)
+
+    def drop_all(self) -> None:
+        """Every job ends, at once or as soon as nothing gets into its rows, and every promise with it."""
+        for peer in self._peers.values():
+            for row in peer.rows:
+                self._drop(peer, row)
+        for request in {round_id[0] for round_id in self._promises}:
+            self.finish(request)
+
+    def forget_promises(self, peer: Peer) -> None:
+        """The peer does not remember them."""
+        self._promises = {
+            round_id: promise for round_id, promise in self._promises.items() if promise.address != peer.address
+        }
+
+    def _release_if_unwanted(self, round_id: RoundId) -> None:
+        promise = self._promises[round_id]
+        if promise.wanted or promise.rows:
+            return
+        del self._promises[round_id]
+        peer = self._peers[promise.address]
+        if peer.phase is Phase.READY:
+            self._out(Say(peer.address, Release(*round_id)))
+
+    # ---- time --------------------------------------------------------------------------------------------------
+
+    def late_peers(self) -> Iterator[Peer]:
+        """Those that owe rows of a job whose time is over, one after the other: one may end others' rows."""
+        now = self._clock()
+        late = {job.job_id for job in self._jobs.values() if job.deadline <= now}
+        return (peer for peer in self._peers.values() if any(row.job.job_id in late for row in peer.rows))
+
+    def deadlines(self) -> Iterator[float]:
+        """Of all open jobs."""
+        return (job.deadline for job in self._jobs.values())
+
+    # ---- for tests ---------------------------------------------------------------------------------------------
+
+    def leftovers(self) -> dict[str, int]:
+        """What is empty when nothing is going on, by name."""
+        rows = sum(len(peer.rows) for peer in self._peers.values())
+        return {"jobs": len(self._jobs), "promises": len(self._promises), "rows": rows}
+
+    def check(self) -> None:
+        """Assert the invariants beside the declarations."""
+        rows = [row for peer in self._peers.values() for row in peer.rows]
+        assert Counter(id(row.job) for row in rows) == Counter({id(j): j.open for j in self._jobs.values() if j.open})
+        assert all(job.open for job in self._jobs.values())
+        for round_id, promise in self._promises.items():
+            assert promise.wanted or promise.rows
+            assert promise.rows == sum(row.wanted.part_id[:2] == round_id for row in rows)
+        for peer in self._peers.values():
+            assert len(peer.owed) <= WINDOW
+            assert all(row.state is RowState.LANDING for row in peer.owed.values() if row.dropped)
+            assert not any(row.dropped or row.state is not RowState.OWED for row in peer.queue)
