@@ -1,13 +1,16 @@
 """What the tests of the peer tier are made of: an engine with chunks in memory, and a puller that says anything."""
 
 import contextlib
+import importlib.util
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import zmq
 
 from vllm_tiered_offload import (
@@ -22,6 +25,7 @@ from vllm_tiered_offload import (
 from vllm_tiered_offload.testing.conformance.material import content, keys_of, make_fingerprint, make_rows
 from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
 from vllm_tiered_offload.tiers.cpu.tier import CpuTier, CpuTierSettings
+from vllm_tiered_offload.tiers.p2p import nixl_reader
 from vllm_tiered_offload.tiers.p2p.framing import LENGTH, frame
 from vllm_tiered_offload.tiers.p2p.leases import PromiseLimits, Promises
 from vllm_tiered_offload.tiers.p2p.messages import Answer, Data, Hello, Question, decode_answer, encode
@@ -31,11 +35,23 @@ from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
 from vllm_tiered_offload.tiers.p2p.tier import P2pTier
 
 ROW = 4096
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 PATIENCE = 10.0
 FINGERPRINT = make_fingerprint()
 A = ReqContext("a")
 
 __all__ = ["content", "keys_of"]  # for the tests
+
+
+def attach_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer's memory is attached by the time it has answered a first question. In production its rows come over
+    sockets until a thread has done that."""
+
+    class Now:
+        def __init__(self, target: Callable[..., None], args: Sequence[object], **_: object) -> None:
+            self.start = lambda: target(*args)
+
+    monkeypatch.setattr(nixl_reader, "threading", SimpleNamespace(Thread=Now))
 
 
 def wait_until(done: Callable[[], object], what: str) -> None:
@@ -73,14 +89,15 @@ class Serving:
 
     def __init__(self, memory: Memory | None = None, *, fingerprint: Fingerprint = FINGERPRINT, **settings: object):
         self.memory = memory or Memory()
-        self.settings = P2pTierSettings.model_validate(settings)
+        self.settings = P2pTierSettings.model_validate({"transport": "sockets", **settings})
         self.shared: set[OffloadKey] = set()
         self.own = greeting(fingerprint, self.memory.geometry, "owner")
         rows = self.memory.geometry.num_rows
         limits = PromiseLimits(self.settings.lease_seconds, rows, rows // 2)
         self.owner = Owner(self.own, Promises(self.memory.primary, self.shared, limits))
-        self.server = PeerServer(self.settings, self.own, self.owner, self.memory.rows)
+        self.server = PeerServer(self.settings, "owner")
         self.server.start()
+        self.server.serve(self.owner, self.memory.rows)
         assert self.server.is_open.wait(PATIENCE)
 
     @property
@@ -110,12 +127,11 @@ class Engine:
         **settings: Any,
     ) -> None:
         addresses = settings.pop("peers_block", [{"host": "127.0.0.1", "port": port} for port in peers])
-        block = {"peers": addresses, **settings}
+        block = {"peers": addresses, "transport": "sockets", **settings}
         self.memory = Memory(rows, row_bytes)
         self.tier = P2pTier.from_settings(block, engine_id=f"engine {id(self)}")
         self.tier.bind_region(self.memory.rows, self.memory.geometry, fingerprint)
         self.tier.bind_leases(self.memory.primary)
-        assert self.tier._server is not None
         assert self.tier._server.is_open.wait(PATIENCE)
         self.ids = count(1)
         self.results: dict[int, JobResult] = {}

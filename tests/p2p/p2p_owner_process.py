@@ -1,4 +1,4 @@
-"""Another engine in a process of its own: `p2p_owner_process.py ROWS ROW_BYTES CHUNKS SECONDS_A_ROW`.
+"""Another engine in a process of its own: `p2p_owner_process.py ROWS ROW_BYTES CHUNKS SECONDS_A_ROW TRANSPORT`.
 
 It fills its memory, prints its port, and from then on its main thread, which would be the scheduler's, sleeps.
 """
@@ -17,14 +17,13 @@ from vllm_tiered_offload.tiers.p2p.tier import P2pTier
 def main() -> None:
     rows, row_bytes, chunks, seconds = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     memory = Memory(rows, row_bytes)
-    tier = P2pTier.from_settings({"lease_share": 1.0}, engine_id=f"owner {os.getpid()}")
+    tier = P2pTier.from_settings({"lease_share": 1.0, "transport": sys.argv[5]}, engine_id=f"owner {os.getpid()}")
     tier.bind_region(memory.rows, memory.geometry, FINGERPRINT)
     tier.bind_leases(memory.primary)
     keys = keys_of("process", chunks)
     memory.put(keys)
     tier.submit_store(JobMetadata(1, tuple(keys), tuple(range(chunks)), False, memory.req))
     server = tier._server
-    assert server is not None
     assert server.is_open.wait(PATIENCE)
     prove = server._prove
 

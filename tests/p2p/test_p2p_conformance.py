@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 import pytest
-from p2p_kit import PATIENCE, Memory
+from p2p_kit import PATIENCE, Memory, attach_at_once, needs_nixl
 
 from vllm_tiered_offload import (
     Fingerprint,
@@ -36,21 +36,20 @@ STORES_AFTER_A_RESET = "opted out: after a reset a peer tier shares and pulls no
 class OwnerEngine:
     """Another engine with a large memory, whose serving can be troubled."""
 
-    def __init__(self, geometry: RegionGeometry, fingerprint: Fingerprint) -> None:
+    def __init__(self, geometry: RegionGeometry, fingerprint: Fingerprint, transport: str) -> None:
         rows = 1024 if geometry.row_bytes <= 1 << 14 else 64
         self.memory = Memory(geometry=replace(geometry, num_rows=rows))
-        self.tier = P2pTier.from_settings({"lease_share": 1.0}, engine_id=f"owner {id(self)}")
+        self.tier = P2pTier.from_settings({"lease_share": 1.0, "transport": transport}, engine_id=f"owner {id(self)}")
         self.tier.bind_region(self.memory.rows, self.memory.geometry, fingerprint)
         self.tier.bind_leases(self.memory.primary)
         server = self.tier._server
-        assert server is not None
         assert server.is_open.wait(PATIENCE)
         self.server = server
         self.damaged: set[OffloadKey] = set()
         self.broken = False
-        self._prove, self._receive = server._prove, server._owner.receive
+        self._prove, self._receive = server._prove, server._serving.owner.receive
         server._prove = self._proof_of_other_bytes  # type: ignore[method-assign]
-        server._owner.receive = self._receive_or_refuse  # type: ignore[method-assign]
+        server._serving.owner.receive = self._receive_or_refuse  # type: ignore[method-assign]
 
     def put(self, key: OffloadKey, data: memoryview) -> None:
         primary, req = self.memory.primary, self.memory.req
@@ -86,7 +85,8 @@ class OwnerEngine:
 class Trouble(Faults):
     """What goes wrong in the owners, and whether the test's own stores go through."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: str) -> None:
+        self.transport = transport
         # By the shape of a row, and the fingerprint.
         self.owners: dict[tuple[tuple[int, ...], str], OwnerEngine] = {}
         self.is_broken = self.is_hanging = False
@@ -94,7 +94,7 @@ class Trouble(Faults):
     def owner(self, geometry: RegionGeometry, fingerprint: Fingerprint) -> OwnerEngine:
         name = geometry.slot_bytes, fingerprint.digest
         if name not in self.owners:
-            self.owners[name] = OwnerEngine(geometry, fingerprint)
+            self.owners[name] = OwnerEngine(geometry, fingerprint, self.transport)
         return self.owners[name]
 
     def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> None:
@@ -195,8 +195,8 @@ class TestP2p(SecondaryTierConformance):
         monkeypatch.setattr("vllm_tiered_offload.tiers.p2p.tier.ABSENT_SECONDS", 0.2)
 
     @pytest.fixture
-    def tier_settings(self) -> Mapping[str, Any]:
-        return {"lookup_cache": 0.1}
+    def tier_settings(self, transport: str) -> Mapping[str, Any]:
+        return {"lookup_cache": 0.1, "transport": transport}
 
     @pytest.fixture
     def reports_events(self) -> str:
@@ -207,8 +207,12 @@ class TestP2p(SecondaryTierConformance):
         return 5.0
 
     @pytest.fixture
-    def faults(self) -> Iterator[Trouble]:
-        trouble = Trouble()
+    def transport(self) -> str:
+        return "sockets"
+
+    @pytest.fixture
+    def faults(self, transport: str) -> Iterator[Trouble]:
+        trouble = Trouble(transport)
         yield trouble
         for owner in trouble.owners.values():
             owner.tier.shutdown()
@@ -226,3 +230,17 @@ class TestP2p(SecondaryTierConformance):
 
     def test_late_store_does_not_replace_a_newer_one(self) -> None:  # type: ignore[override]
         pytest.skip(STORES_AFTER_A_RESET)
+
+
+@needs_nixl
+class TestP2pOverNixl(TestP2p):
+    """The same, rows read out of the owner's memory."""
+
+    @pytest.fixture
+    def transport(self) -> str:
+        return "nixl"
+
+    @pytest.fixture(autouse=True)
+    def _attach_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And not on a thread, meanwhile going on over sockets: this is about what is read."""
+        attach_at_once(monkeypatch)

@@ -45,7 +45,6 @@ class Stack:
         self.manager.bind_region(GEOMETRY)
         self.manager.open_region(RegionAnnouncement(1, 1, 1, GEOMETRY, FINGERPRINT))
         self.manager.on_schedule_end()
-        assert self.tier._server is not None
         assert self.tier._server.is_open.wait(PATIENCE)
 
     def begin(self, req: ReqContext) -> ReqContext:

@@ -197,8 +197,7 @@ def test_case_60_one_row_that_does_not_come_fails_alone(new_engine: NewEngine, m
     owner.put(KEYS[:4])
     puller = new_engine([owner.port], pull_timeout=0.5)
     server = owner.tier._server
-    assert server is not None
-    handle = server._owner._answer
+    handle = server._serving.owner._answer
 
     def forgetful(peer: bytes, question: Any) -> Any:
         reply = handle(peer, question)
@@ -206,7 +205,7 @@ def test_case_60_one_row_that_does_not_come_fails_alone(new_engine: NewEngine, m
             reply.rows[:] = [row for row in reply.rows if row.key != KEYS[2]]
         return reply
 
-    monkeypatch.setattr(server._owner, "_answer", forgetful)
+    monkeypatch.setattr(server._serving.owner, "_answer", forgetful)
     puller.begin()
     assert puller.load(KEYS[:4]) == (KEYS[0], KEYS[1], KEYS[3])
 
@@ -217,7 +216,6 @@ def test_a_damaged_row_is_not_let_in(new_engine: NewEngine, monkeypatch: pytest.
     owner.put(KEYS)
     puller = new_engine([owner.port])
     server = owner.tier._server
-    assert server is not None
     prove = server._prove
 
     def damaging(row: Any) -> bytes:
@@ -267,7 +265,6 @@ def test_a_reset_in_the_middle_of_a_transfer(new_engine: NewEngine, monkeypatch:
     owner.put(KEYS)
     puller = new_engine([owner.port])
     server = owner.tier._server
-    assert server is not None
     prove = server._prove
 
     def slowly(row: Any) -> bytes:
@@ -365,10 +362,8 @@ def test_case_55_other_ports_of_a_dead_engine_are_suspect_too(new_engine: NewEng
     owner.put(KEYS)
     twin = new_engine()
     twin.put(KEYS)
-    assert owner.tier._server is not None
-    assert twin.tier._server is not None
-    own = owner.tier._server._owner._own
-    twin.tier._server._owner._own = own  # it calls itself as the first one does
+    own = owner.tier._server._serving.owner.own
+    twin.tier._server._serving.owner.own = own  # it calls itself as the first one does
     puller = new_engine([owner.port, twin.port], lookup_timeout=5.0)
     puller.begin()
     assert puller.look(KEYS) == [HIT] * 8

@@ -29,6 +29,8 @@ from vllm_tiered_offload.tiers.p2p.instructions import (
 from vllm_tiered_offload.tiers.p2p.io_thread import IoThread
 from vllm_tiered_offload.tiers.p2p.keys import read_key_file
 from vllm_tiered_offload.tiers.p2p.messages import Buffer, Hello, encode
+from vllm_tiered_offload.tiers.p2p.nixl_agent import why_not_nixl
+from vllm_tiered_offload.tiers.p2p.nixl_reader import Attached, Landed, NixlReader, ReadFailed
 from vllm_tiered_offload.tiers.p2p.pulling import Pulling, PullTimes
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
 from vllm_tiered_offload.tiers.p2p.tcp_transport import TcpTransport
@@ -90,6 +92,8 @@ class PeerClient(IoThread):
         times = PullTimes(settings.lookup_timeout, settings.pull_timeout, settings.silence_timeout)
         self._pulling = Pulling(self._keys, own, self._accept, times, clock=clock)
         self._transport: Transport | None = None
+        self._reader: NixlReader | None = None
+        self._engine_id, self._clock = own.engine_id, clock
         self._checker = RowChecker(own.fingerprint, self.wake)
         self._failures = 0
 
@@ -106,6 +110,7 @@ class PeerClient(IoThread):
         """Numbers by flat key. From any thread."""
         failures = dict(self._pulling.failures)
         return {
+            "p2p_rows_read_total": self._reader.num_rows if self._reader is not None else 0,
             "p2p_peers_up": sum(self._pulling.is_up(address) for address in self._keys),
             "tier_bytes_total|tier=p2p|direction=load": self._pulling.bytes_from.total(),
             **{f"p2p_peer_failures_total|peer={peer}|kind={kind}": count for (peer, kind), count in failures.items()},
@@ -123,12 +128,17 @@ class PeerClient(IoThread):
         else:
             self._transport = TcpTransport(self._poller, row_bytes, self._place, self.wake)
 
+        if why_not_nixl(settings) is None:
+            self._reader = NixlReader(self._engine_id, settings.listen, self._rows, self.wake, self._clock)
+
     def _turn(self, ready: Collection[object]) -> None:
         assert self._transport is not None
         while self._commands:
             self._do(self._obey(self._commands.popleft()))
         for event in self._transport.events(ready):
             self._do(self._take_in(event))
+        for read in self._reader.events() if self._reader is not None else ():
+            self._do(self._take_in_read(read))
         for address, part_id, num_bytes, error in self._checker.results():
             self._tell_fault(error)
             self._do(self._pulling.checked(address, part_id, num_bytes, good=error is None))
@@ -147,6 +157,15 @@ class PeerClient(IoThread):
             case Lost(address):
                 return self._pulling.lost(address)
         self._pulling.moving(event.address)
+        return []
+
+    def _take_in_read(self, event: Attached | Landed | ReadFailed) -> list[Instruction]:
+        match event:
+            case Landed(address, part_ids):
+                return self._pulling.landed(address, part_ids)
+            case ReadFailed(address):
+                return self._pulling.lost(address)
+        self._pulling.can_read(event.address)
         return []
 
     def _obey(self, command: Command) -> list[Instruction]:
@@ -172,19 +191,28 @@ class PeerClient(IoThread):
                     self._transport.connect(address)
                 case Disconnect(address):
                     self._transport.disconnect(address)
+                    if self._reader is not None:
+                        self._reader.detach(address)
                 case Check() as check:
                     self._checker.submit(check, self._rows[check.wanted.row])
-                case Attach() | Read():
-                    raise NotImplementedError
+                case Attach(address, memory):
+                    if self._reader is not None:
+                        self._reader.attach(address, memory)
+                case Read(address, rows):
+                    assert self._reader is not None
+                    self._reader.read(address, rows)
                 case outcome:
                     self._tell(outcome)
 
     def _next_timer(self) -> float | None:
-        return self._pulling.next_timer
+        timers = self._pulling.next_timer, self._reader.next_timer if self._reader is not None else None
+        return min((timer for timer in timers if timer is not None), default=None)
 
     def _close(self) -> None:
         if self._transport is not None:
             self._transport.close()
+        if self._reader is not None:
+            self._reader.close()
         self._checker.close()
         self._rows = ()
 

@@ -50,9 +50,12 @@ class CurveListener:
         self._zap = context.socket(zmq.REP)
         self._zap.bind(ZAP_ENDPOINT)
         self._router.bind(endpoint(settings.listen, settings.port or "*"))
-        for socket in (self._zap, self._router):
-            poller.register(socket, zmq.POLLIN)
+        self._poller = poller
         self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def begin(self) -> None:
+        for socket in (self._zap, self._router):
+            self._poller.register(socket, zmq.POLLIN)
 
     def arrivals(self, ready: Collection[object]) -> Iterator[Arrived | Gone]:
         if self._zap in ready:

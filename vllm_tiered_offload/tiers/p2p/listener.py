@@ -42,6 +42,9 @@ class Listener(Protocol):
 
     port: int
 
+    def begin(self) -> None:
+        """From now on messages are taken; before that they wait."""
+
     def arrivals(self, ready: Collection[object]) -> Iterator[Arrived | Gone]:
         """What has come on the sockets that are ready, and what time has ended."""
 

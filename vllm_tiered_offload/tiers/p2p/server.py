@@ -7,6 +7,7 @@ No send blocks, and nothing reads a row after its promise has ended.
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import zmq
@@ -18,38 +19,49 @@ from vllm_tiered_offload.tiers.p2p.curve_listener import CurveListener
 from vllm_tiered_offload.tiers.p2p.io_thread import IoThread
 from vllm_tiered_offload.tiers.p2p.leases import PeerId, PromisedRow
 from vllm_tiered_offload.tiers.p2p.listener import Arrived, Listener, RowToSend
-from vllm_tiered_offload.tiers.p2p.messages import Data, Hello, Proofs, Reason, Welcome, encode
+from vllm_tiered_offload.tiers.p2p.messages import Data, Proofs, Reason, Welcome, encode
+from vllm_tiered_offload.tiers.p2p.nixl_agent import Agent, NixlError, why_not_nixl
 from vllm_tiered_offload.tiers.p2p.serving import Owner, ProveRows, SendRows
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
 from vllm_tiered_offload.tiers.p2p.tcp_listener import TcpListener
 
 logger = logging.getLogger(__name__)
 
+EAGER_SECONDS = 0.1  # after which peers that read are helped less often
+LAZY_SECONDS = 0.001
+
+
+@dataclass(slots=True)
+class _Serving:
+    """What there is to serve."""
+
+    owner: Owner
+    rows: Sequence[memoryview]
+
 
 class PeerServer(IoThread):
-    """The thread that serves."""
+    """The thread that serves. It listens at once, so that a port that is taken is said at start, and answers later."""
 
-    def __init__(
-        self,
-        settings: P2pTierSettings,
-        own: Hello,
-        owner: Owner,
-        rows: Sequence[memoryview],
-        *,
-        clock: Clock = monotonic,
-    ) -> None:
+    def __init__(self, settings: P2pTierSettings, engine_id: str, *, clock: Clock = monotonic) -> None:
         super().__init__("p2p-tier-server")
         self._settings = settings
-        self._own = own
-        self._owner = owner
-        self._rows = rows
+        self._engine_id = engine_id
         self._clock = clock
         self._log = BoundedLog(logger, clock)
+        self._serving: _Serving | None = None
+        self._is_serving = False  # the thread knows of it
         self._forget = False
         self._listener: Listener | None = None
+        self._agent: Agent | None = None  # where peers may read the region
+        self._heard_at = 0.0  # when any peer said something last
         self.port: int | None = None  # once it listens
         # Only this thread counts. By flat key.
         self._counters: Counter[str] = Counter()
+
+    def serve(self, owner: Owner, rows: Sequence[memoryview]) -> None:
+        """From now on peers are answered. Once, from any thread."""
+        self._serving = _Serving(owner, rows)
+        self.wake()
 
     def forget(self) -> None:
         """End every promise and session soon: the cache was reset. From any thread."""
@@ -58,12 +70,15 @@ class PeerServer(IoThread):
 
     def stats(self) -> Mapping[str, int | float]:
         """Numbers by flat key. From any thread."""
+        if self._serving is None:
+            return {}
+        owner = self._serving.owner
         return {
             **dict(self._counters),
-            "p2p_sessions": self._owner.num_sessions,
-            "p2p_promised_rows": self._owner.promises.num_rows,
-            "p2p_promises_expired_total": self._owner.promises.num_expired,
-            **{f"p2p_refused_total|reason={reason.value}": n for reason, n in dict(self._owner.refused).items()},
+            "p2p_sessions": owner.num_sessions,
+            "p2p_promised_rows": owner.promises.num_rows,
+            "p2p_promises_expired_total": owner.promises.num_expired,
+            **{f"p2p_refused_total|reason={reason.value}": n for reason, n in dict(owner.refused).items()},
         }
 
     # ---- on the thread -----------------------------------------------------------------------------------------
@@ -79,66 +94,106 @@ class PeerServer(IoThread):
             where = f"listen {settings.listen}, port {settings.port}"
             raise OSError(f"cannot serve peers on {where}: {error}; choose another `listen` or `port`") from None
         self.port = self._listener.port
-        how = "with keys" if settings.key_file is not None else "without keys"
-        logger.info("p2p tier: serving peers on %s port %d, %s", settings.listen, self.port, how)
+        keys = "with keys" if settings.key_file is not None else "without keys"
+        why_not = self._make_agent()
+        rows = "peers that have NIXL read rows with it" if why_not is None else f"rows go over sockets: {why_not}"
+        logger.info("p2p tier: serving peers on %s port %d, %s; %s", settings.listen, self.port, keys, rows)
+
+    def _make_agent(self) -> str | None:
+        """Why there is none."""
+        why_not = why_not_nixl(self._settings)
+        if why_not is None:
+            try:
+                self._agent = Agent(f"{self._engine_id} owner", self._settings.listen)
+            except NixlError as error:
+                why_not = str(error)
+        return why_not
 
     def _turn(self, ready: Collection[object]) -> None:
         assert self._listener is not None
+        if self._serving is None:
+            return
+        if not self._is_serving:
+            self._begin(self._listener, self._serving)
+        owner = self._serving.owner
         if self._forget:
             self._forget = False
-            self._owner.reset()
-        self._owner.promises.expire()
+            owner.reset()
+        owner.promises.expire()
         for event in self._listener.arrivals(ready):
             if isinstance(event, Arrived):
-                self._handle(event)
+                self._handle(self._listener, self._serving, event)
             else:
                 if event.stuck:
                     self._count_dropped()
-                self._owner.drop(event.peer)
+                owner.drop(event.peer)
+        if self._agent is not None and owner.promises.num_reading:
+            self._agent.progress()
+
+    def _begin(self, listener: Listener, serving: _Serving) -> None:
+        if self._agent is not None:
+            try:
+                self._agent.register(serving.rows)
+                serving.owner.memory = self._agent.describe()
+            except NixlError as error:
+                logger.warning("p2p tier: rows go over sockets: %s", error)
+        listener.begin()
+        self._is_serving = True
 
     def _next_timer(self) -> float | None:
-        assert self._listener is not None
-        timers = self._owner.promises.next_deadline, self._listener.next_timer
+        if self._serving is None or self._listener is None:
+            return None
+        timers = self._serving.owner.promises.next_deadline, self._listener.next_timer, self._next_progress()
         return min((timer for timer in timers if timer is not None), default=None)
 
+    def _next_progress(self) -> float | None:
+        """While peers read: at once, or now and then if none of them has said anything for a while."""
+        if self._agent is None or self._serving is None or not self._serving.owner.promises.num_reading:
+            return None
+        now = self._clock()
+        return now if now - self._heard_at < EAGER_SECONDS else now + LAZY_SECONDS
+
     def _close(self) -> None:
-        self._owner.reset()
+        if self._serving is not None:
+            self._serving.owner.reset()
+            self._serving.rows = ()
         if self._listener is not None:
             self._listener.close()
-        self._rows = ()
+        if self._agent is not None:
+            self._agent.close()
 
-    def _handle(self, arrived: Arrived) -> None:
-        assert self._listener is not None
-        peer, refused = arrived.peer, self._owner.refused.total()
-        reply = self._owner.receive(peer, arrived.user, b"" if arrived.message is None else arrived.message)
-        if self._owner.refused.total() > refused:
-            self._log.warning("refused", f"a peer was refused; all refusals: {_told(self._owner.refused)}")
+    def _handle(self, listener: Listener, serving: _Serving, arrived: Arrived) -> None:
+        self._heard_at = self._clock()
+        peer, owner = arrived.peer, serving.owner
+        refused = owner.refused.total()
+        reply = owner.receive(peer, arrived.user, b"" if arrived.message is None else arrived.message)
+        if owner.refused.total() > refused:
+            self._log.warning("refused", f"a peer was refused; all refusals: {_told(owner.refused)}")
         sent = True
         match reply:
             case None:
                 return
             case SendRows():
-                sent = all(self._listener.send_row(peer, self._row_to_send(peer, reply, row)) for row in reply.rows)
+                sent = all(listener.send_row(peer, self._row_to_send(serving, peer, reply, row)) for row in reply.rows)
             case ProveRows():
-                sent = self._listener.say(peer, encode(self._proofs(reply)))
-                self._owner.promises.done(peer, reply.request, reply.round, [row.part for row in reply.rows])
+                sent = listener.say(peer, encode(self._proofs(reply)))
+                owner.promises.done(peer, reply.request, reply.round, [row.part for row in reply.rows])
             case _:
-                sent = self._listener.say(peer, encode(reply))
+                sent = listener.say(peer, encode(reply))
                 if isinstance(reply, Welcome):
-                    self._listener.welcome(peer)
+                    listener.welcome(peer)
         if not sent:
             self._count_dropped()
-            self._owner.drop(peer)
-            self._listener.drop(peer)
+            owner.drop(peer)
+            listener.drop(peer)
 
-    def _row_to_send(self, peer: PeerId, reply: SendRows, row: PromisedRow) -> RowToSend:
+    def _row_to_send(self, serving: _Serving, peer: PeerId, reply: SendRows, row: PromisedRow) -> RowToSend:
         """One Data, with the frame that proves its bytes."""
-        payload = self._rows[row.row]
-        promises, round_id = self._owner.promises, (peer, reply.request, reply.round)
+        promises, round_id = serving.owner.promises, (peer, reply.request, reply.round)
         return RowToSend(
             encode(Data(reply.request, reply.round, row.part)),
             self._prove(row),
-            payload,
+            serving.rows[row.row],
             promises.holder(*round_id),
             partial(promises.done, *round_id, [row.part]),
         )
@@ -148,18 +203,16 @@ class PeerServer(IoThread):
         return Proofs(reply.request, reply.round, parts, tuple(self._prove(row) for row in reply.rows))
 
     def _prove(self, row: PromisedRow) -> bytes:
-        payload = self._rows[row.row]
-        header = encode_header(row.key, payload, self._own.fingerprint)
-        self._count("p2p_served_rows_total")
-        self._count("p2p_served_bytes_total", len(header) + len(payload))
+        assert self._serving is not None
+        payload = self._serving.rows[row.row]
+        header = encode_header(row.key, payload, self._serving.owner.own.fingerprint)
+        self._counters["p2p_served_rows_total"] += 1
+        self._counters["p2p_served_bytes_total"] += len(header) + len(payload)
         return header
 
     def _count_dropped(self) -> None:
-        self._count("p2p_dropped_peers_total")
+        self._counters["p2p_dropped_peers_total"] += 1
         self._log.warning("dropped", "a peer does not take what it asked for, and is dropped")
-
-    def _count(self, key: str, amount: int = 1) -> None:
-        self._counters[key] += amount
 
 
 def _told(refused: Mapping[Reason, int]) -> str:

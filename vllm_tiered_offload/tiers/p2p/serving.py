@@ -83,7 +83,7 @@ class Owner:
     """All sessions of the peers that pull from this engine."""
 
     def __init__(self, own: Hello, promises: Promises, *, clock: Clock = monotonic) -> None:
-        self._own = own
+        self.own = own
         self.memory: Memory | None = None  # what can be read, once it is known
         self.promises = promises
         self._clock = clock
@@ -159,10 +159,10 @@ class Owner:
                 return self._refuse(Reason.BUSY)
             self.drop(oldest)
         self._sessions[peer] = _Session(user, now)
-        return Welcome(self.promises.epoch, self._own.engine_id, self.memory)
+        return Welcome(self.promises.epoch, self.own.engine_id, self.memory)
 
     def _objection(self, hello: Hello) -> Reason | None:
-        own = self._own
+        own = self.own
         if hello.version != own.version:
             return Reason.VERSION
         if hello.fingerprint != own.fingerprint:

@@ -3,7 +3,7 @@
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -60,6 +60,11 @@ class P2pTierSettings(Block):
     insecure_trusted_network: bool = Field(
         default=False,
         description="Do without keys beyond this machine: whoever reaches the port can read everybody's prompts.",
+    )
+    transport: Literal["auto", "nixl", "sockets"] = Field(
+        default="auto",
+        description="How rows travel: read out of the peer's memory with NIXL, or over sockets. auto: NIXL where both "
+        "ends have it and there is no key_file, because NIXL does not encrypt.",
     )
     lease_seconds: float = Field(
         default=10.0, gt=0, le=3600, description="How long rows stay pinned for a peer that was told of them."

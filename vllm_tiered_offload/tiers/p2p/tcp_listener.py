@@ -75,7 +75,9 @@ class TcpListener:
             raise
         self._socket.setblocking(False)
         self.port = int(self._socket.getsockname()[1])
-        poller.register(self._socket.fileno(), zmq.POLLIN)
+
+    def begin(self) -> None:
+        self._poller.register(self._socket.fileno(), zmq.POLLIN)
 
     def arrivals(self, ready: Collection[object]) -> Iterator[Arrived | Gone]:
         now = self._clock()
@@ -233,5 +235,4 @@ class TcpListener:
     def close(self) -> None:
         for connection in list(self._connections.values()):
             self._end(connection)
-        self._poller.unregister(self._socket.fileno())
         self._socket.close()

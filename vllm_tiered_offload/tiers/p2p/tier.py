@@ -88,7 +88,7 @@ class P2pTier(SecondaryTierManager):
         self._outcomes: deque[Outcome] = deque()  # told by the puller, not taken in
         self._news = threading.Event()  # set with each of them
         self._client: PeerClient | None = None
-        self._server: PeerServer | None = None
+        self._server = PeerServer(settings, engine_id, clock=clock)
         self._rows: Sequence[memoryview] = ()
         self._geometry: RegionGeometry | None = None
         self._own: Hello | None = None
@@ -118,17 +118,19 @@ class P2pTier(SecondaryTierManager):
         events: bool = False,  # noqa: ARG003
         clock: Clock = monotonic,
     ) -> Self:
-        """From the tier's own settings block (without `type`). Nothing is opened before the region is there.
+        """From the tier's own settings block (without `type`). It listens at once, and serves when there is something.
 
         There are no residency events: what a peer has is the peer's to tell. Raises SettingsError, one line for each
         mistake, each beginning with `path`.
         """
-        return cls(validate_block(P2pTierSettings, raw, path), engine_id=engine_id, clock=clock)
+        tier = cls(validate_block(P2pTierSettings, raw, path), engine_id=engine_id, clock=clock)
+        tier._server.start()
+        return tier
 
     @property
     def port(self) -> int | None:
         """Where peers reach this engine, once it listens."""
-        return self._server.port if self._server is not None else None
+        return self._server.port
 
     def bind_region(self, rows: Sequence[memoryview], geometry: RegionGeometry, fingerprint: Fingerprint) -> None:
         self._rows, self._geometry = rows, geometry
@@ -145,8 +147,7 @@ class P2pTier(SecondaryTierManager):
         limits = PromiseLimits(self.settings.lease_seconds, rows, max(1, rows // 2))
         promises = Promises(leases, self._offered, limits, clock=self._clock)
         owner = Owner(self._own, promises, clock=self._clock)
-        self._server = PeerServer(self.settings, self._own, owner, self._rows, clock=self._clock)
-        self._server.start()
+        self._server.serve(owner, self._rows)
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -392,8 +393,7 @@ class P2pTier(SecondaryTierManager):
             self._absent.clear()
             if not self.settings.keep_on_reset:
                 self._switch_off()
-            if self._server is not None:
-                self._server.forget()
+            self._server.forget()
             if self._client is not None:
                 self._client.submit(Forget())
                 self._client.wake()

@@ -1,0 +1,242 @@
+"""Rows that are read out of another engine's memory, by real NIXL over TCP on loopback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from p2p_kit import Engine, attach_at_once, keys_of, needs_nixl, wait_until
+from test_p2p_processes import BYTES, CHUNKS, KEYS, ROW_BYTES, OwnerProcess, check_bytes
+
+from vllm_tiered_offload import LookupResult, ReqContext
+from vllm_tiered_offload.tiers.p2p import nixl_agent, nixl_reader
+from vllm_tiered_offload.tiers.p2p.nixl_agent import Agent, ucx_settings, why_not_nixl
+from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
+
+pytestmark = needs_nixl
+
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+SOME = keys_of("read", 8)
+
+
+@pytest.fixture(autouse=True)
+def _over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where UCX can, it reads another process's memory by a system call, which a stopped process does not stop."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    attach_at_once(monkeypatch)
+
+
+@pytest.fixture
+def owners() -> Iterator[list[OwnerProcess]]:
+    started: list[OwnerProcess] = []
+    yield started
+    for owner in started:
+        owner.end()
+
+
+@pytest.fixture
+def pullers() -> Iterator[list[Engine]]:
+    started: list[Engine] = []
+    yield started
+    for engine in started:
+        engine.close()
+
+
+def new_puller(pullers: list[Engine], *ports: int, **settings: object) -> Engine:
+    engine = Engine(ports, rows=CHUNKS, row_bytes=ROW_BYTES, transport="nixl", **settings)
+    pullers.append(engine)
+    return engine
+
+
+def test_rows_are_read_while_the_owner_s_main_thread_sleeps(owners: list[OwnerProcess], pullers: list[Engine]) -> None:
+    owners.append(OwnerProcess(transport="nixl"))
+    puller = new_puller(pullers, owners[0].port)
+    puller.begin()
+    assert puller.look(KEYS) == [HIT] * CHUNKS
+    result = puller.result(puller.submit(KEYS))
+    assert result.success
+    check_bytes(puller, result)
+    assert puller.stat("p2p_rows_read_total") == CHUNKS
+    assert puller.stat(BYTES) >= CHUNKS * ROW_BYTES
+
+
+def test_the_owner_is_killed_in_the_middle_of_a_read(owners: list[OwnerProcess], pullers: list[Engine]) -> None:
+    """Case 60: the job ends once and at once, with what was confirmed; what follows is unaffected."""
+    owners.append(OwnerProcess(seconds_a_row=0.004, transport="nixl"))
+    puller = new_puller(pullers, owners[0].port, pull_timeout=30.0, silence_timeout=20.0)
+    puller.begin()
+    assert puller.look(KEYS) == [HIT] * CHUNKS
+    job = puller.submit(KEYS)
+    wait_until(lambda: puller.stat(BYTES) > 0, "a part of it")
+    owners[0].process.kill()
+    killed = time.monotonic()
+    result = puller.result(job)
+    assert time.monotonic() - killed < 2.0, "a dead peer was waited for"
+    assert 0 < len(result.successful_keys) < CHUNKS
+    check_bytes(puller, result)
+    assert puller.look(KEYS[:1], puller.begin(ReqContext("after"))) == [MISS]
+
+
+def test_the_owner_is_stopped_in_the_middle_of_a_read(
+    owners: list[OwnerProcess], pullers: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 60: the job ends after `silence_timeout`; when the process goes on, nothing gets into the rows that belong
+    to others by then. Made to fail by removing the peer from an agent that goes on, instead of ending the agent."""
+    monkeypatch.setattr(nixl_reader, "READ_BYTES", 16 << 20)  # so that much is in flight
+    owners.append(OwnerProcess(transport="nixl"))
+    puller = new_puller(pullers, owners[0].port, pull_timeout=30.0, silence_timeout=0.5)
+    client = puller.tier._client
+    assert client is not None
+    puller.begin()
+    assert puller.look(KEYS) == [HIT] * CHUNKS
+    reader = client._reader
+    assert reader is not None
+    read = reader.read
+
+    def stop_then_read(*args: object) -> None:
+        """The owner has heard of the read when it is stopped, and some of it is on its way."""
+        read(*args)  # type: ignore[arg-type]
+        list(reader.events())
+        time.sleep(0.003)
+        owners[0].process.send_signal(signal.SIGSTOP)
+
+    monkeypatch.setattr(reader, "read", stop_then_read)
+    stopped = time.monotonic()
+    result = puller.result(puller.submit(KEYS))
+    assert time.monotonic() - stopped < 3.0
+    assert not result.success
+    check_bytes(puller, result)
+    for row in puller.memory.rows:
+        row[:] = b"\xbb" * ROW_BYTES
+    owners[0].process.send_signal(signal.SIGCONT)
+    time.sleep(0.5)
+    puller.end_pass()
+    assert all(bytes(row) == b"\xbb" * ROW_BYTES for row in puller.memory.rows)
+
+
+def two_engines(
+    pullers: list[Engine], puller_transport: str = "nixl", **owner_settings: object
+) -> tuple[Engine, Engine]:
+    owner = Engine(**{"transport": "nixl", **owner_settings})
+    owner.put(SOME)
+    puller = Engine([owner.port], transport=puller_transport)
+    pullers.extend([puller, owner])
+    puller.begin()
+    assert puller.look(SOME) == [HIT] * len(SOME)
+    return owner, puller
+
+
+@pytest.mark.parametrize(("owner", "puller"), [("nixl", "sockets"), ("sockets", "nixl"), ("sockets", "auto")])
+def test_one_end_without_nixl_is_enough_for_sockets(pullers: list[Engine], owner: str, puller: str) -> None:
+    _, engine = two_engines(pullers, puller, transport=owner)
+    assert engine.load(SOME) == tuple(SOME)
+    assert engine.stat("p2p_rows_read_total") == 0
+
+
+def test_a_row_that_changed_under_the_read_is_not_let_in(
+    pullers: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D6: what was read is not what the owner has when it is asked to confirm. Made to fail by taking headers for
+    granted."""
+    owner, puller = two_engines(pullers)
+    prove = owner.tier._server._prove
+
+    def changing(row: object) -> bytes:
+        if row.key == SOME[3]:  # type: ignore[attr-defined]
+            owner.memory.rows[row.row][0] ^= 1  # type: ignore[attr-defined]
+        return prove(row)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(owner.tier._server, "_prove", changing)
+    assert puller.load(SOME) == tuple(key for key in SOME if key != SOME[3])
+    assert puller.look([SOME[3]]) == [MISS]
+
+
+def test_a_lease_that_ended_under_the_read_lets_nothing_in(
+    pullers: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D6: the bytes may even be right. Made to fail by proofs that do not look at the promise."""
+    owner, puller = two_engines(pullers)
+    serving = owner.tier._server._serving
+    assert serving is not None
+    confirm = serving.owner.promises.confirm
+
+    def too_late(peer: bytes, question: object) -> object:
+        serving.owner.promises.release(peer, question.request, question.round)  # type: ignore[attr-defined]
+        return confirm(peer, question)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(serving.owner.promises, "confirm", too_late)
+    assert puller.load(SOME) == ()
+    assert puller.stat(f"p2p_peer_failures_total|peer=127.0.0.1:{owner.port}|kind=gone") > 0
+
+
+def test_a_damaged_description_is_not_believed(pullers: list[Engine], caplog: pytest.LogCaptureFixture) -> None:
+    """NIXL itself often believes it. Rows come over sockets then. Made to fail by leaving the digest out."""
+    owner = Engine(transport="nixl")
+    owner.put(SOME)
+    wait_until(lambda: owner.tier._server._is_serving, "serving")
+    serving = owner.tier._server._serving
+    assert serving is not None
+    memory = serving.owner.memory
+    assert memory is not None
+    damaged = bytearray(memory.agent)
+    damaged[len(damaged) // 2] ^= 4
+    serving.owner.memory = type(memory)(bytes(damaged), memory.base, memory.num_rows, memory.row_bytes, memory.digest)
+    puller = Engine([owner.port], transport="nixl")
+    pullers.extend([puller, owner])
+    puller.begin()
+    assert puller.load(SOME) == tuple(SOME)
+    assert puller.stat("p2p_rows_read_total") == 0
+    assert "is damaged" in caplog.text
+
+
+def test_idle_threads_sleep(pullers: list[Engine]) -> None:
+    """After a read, with everything attached. Made to fail by polling whenever there is an agent."""
+    _, puller = two_engines(pullers)
+    assert puller.load(SOME) == tuple(SOME)
+    time.sleep(0.2)
+    before = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - before < 0.03
+
+
+def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others use UCX in this process. What the user has set is respected."""
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
+    assert "UCX_NET_DEVICES" not in ucx_settings("127.0.0.1")
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    assert ucx_settings("127.0.0.1")["UCX_NET_DEVICES"] == "lo"
+    assert "UCX_NET_DEVICES" not in ucx_settings("0.0.0.0")
+    before = dict(os.environ)
+    Agent("environment", "127.0.0.1").close()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, None),
+        ({"transport": "sockets"}, "transport is sockets"),
+        ({"key_file": "/k"}, "NIXL does not encrypt"),
+        ({"key_file": "/k", "transport": "nixl"}, None),
+    ],
+)
+def test_how_rows_travel(settings: dict[str, object], expected: str | None) -> None:
+    assert why_not_nixl(P2pTierSettings.model_validate(settings)) == expected
+
+
+def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda name: None)
+    assert why_not_nixl(P2pTierSettings()) == "nixl is not installed"
+
+
+def test_a_process_that_used_it_ends_well() -> None:
+    """Without UCX_MODULES=^ib the interpreter crashes at its end where there is no InfiniBand."""
+    script = (
+        "import logging; logging.basicConfig(level=logging.INFO)\n"
+        "from vllm_tiered_offload.tiers.p2p.nixl_agent import Agent\n"
+        "Agent('ends well', '127.0.0.1').close()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
