@@ -1,4 +1,4 @@
-"""Another engine in a process of its own: `p2p_owner_process.py ROWS ROW_BYTES CHUNKS SECONDS_A_ROW TRANSPORT`.
+"""Another engine in a process of its own: `p2p_owner_process.py ROWS ROW_BYTES CHUNKS SECONDS_A_ROW TRANSPORT [restless]`.
 
 It fills its memory, prints its port, and from then on its main thread, which would be the scheduler's, sleeps.
 """
@@ -11,7 +11,21 @@ import time
 from p2p_kit import FINGERPRINT, PATIENCE, Memory, keys_of
 
 from vllm_tiered_offload import JobMetadata
+from vllm_tiered_offload.tiers.p2p.server import PeerServer
 from vllm_tiered_offload.tiers.p2p.tier import P2pTier
+
+
+def help_for_ever(server: PeerServer) -> None:
+    """Whoever reads from it is helped, also when it has hung up: what was cancelled goes on as far as NIXL lets it."""
+    turn = server._turn
+
+    def and_help(ready):
+        turn(ready)
+        server._agent.progress()
+
+    server._turn = and_help  # type: ignore[method-assign]
+    server._next_timer = lambda: server._clock()  # type: ignore[method-assign]
+    server.wake()
 
 
 def main() -> None:
@@ -32,6 +46,8 @@ def main() -> None:
         return prove(row)
 
     server._prove = slowly  # type: ignore[method-assign]
+    if "restless" in sys.argv:
+        help_for_ever(server)
     print(tier.port, flush=True)
     signal.pause()
 

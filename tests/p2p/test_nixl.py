@@ -86,7 +86,7 @@ def test_the_owner_is_stopped_in_the_middle_of_a_read(
     """Case 60: the job ends after `silence_timeout`; when the process goes on, nothing gets into the rows that belong
     to others by then. Made to fail by removing the peer from an agent that goes on, instead of ending the agent."""
     monkeypatch.setattr(nixl_reader, "READ_BYTES", 16 << 20)  # so that much is in flight
-    owners.append(OwnerProcess(transport="nixl"))
+    owners.append(OwnerProcess(0.0, "nixl", "restless"))
     puller = new_puller(pullers, owners[0].port, pull_timeout=30.0, silence_timeout=0.5)
     client = puller.tier._client
     assert client is not None

@@ -21,9 +21,9 @@ BYTES = "tier_bytes_total|tier=p2p|direction=load"
 
 
 class OwnerProcess:
-    def __init__(self, seconds_a_row: float = 0.0, transport: str = "sockets") -> None:
+    def __init__(self, seconds_a_row: float = 0.0, transport: str = "sockets", *more: str) -> None:
         script = Path(__file__).with_name("p2p_owner_process.py")
-        arguments = [str(2 * CHUNKS), str(ROW_BYTES), str(CHUNKS), str(seconds_a_row), transport]
+        arguments = [str(2 * CHUNKS), str(ROW_BYTES), str(CHUNKS), str(seconds_a_row), transport, *more]
         self.process = subprocess.Popen([sys.executable, str(script), *arguments], stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
