@@ -44,7 +44,8 @@ class FsTierSettings(Block):
         description="Bytes that may be written in a day, so that the device lasts; an hour's share at once at most.",
     )
     read_threads: int = Field(default=16, ge=1, le=256, description="Threads that load; stores never hold them up.")
-    write_threads: int = Field(default=16, ge=1, le=256, description="Threads that store.")
+    # More than load: while a thread computes a checksum, another one's row has to be on its way to the disk.
+    write_threads: int = Field(default=32, ge=1, le=256, description="Threads that store.")
     fsync: Literal["none", "data"] = Field(
         default="none",
         description="Whether a chunk is flushed to the device before it becomes visible. Without it a power failure may"
