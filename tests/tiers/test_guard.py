@@ -122,6 +122,30 @@ def test_a_medium_that_takes_nothing_is_still_read() -> None:
     assert bench.guard.counters == {"store_failed": 10}
 
 
+def test_a_store_that_the_tier_did_not_want_is_no_failure() -> None:
+    """Neither counted as one nor, half open, taken for a sign of life; a part that failed beside it is one.
+
+    Mutation: without the guard's branch for skipped keys, `store_failed` counts them and the probe opens the breaker.
+    """
+    bench = Bench(failures=2)
+
+    def store(skipped: tuple[OffloadKey, ...]) -> None:
+        job = bench.submit(KEYS[:2])
+        bench.tier.waiting.clear()
+        bench.tier._results = [JobResult(job, False, (), skipped)]
+        assert bench.guard.collect() == ([JobResult(job, False, ())], [job])
+
+    store(KEYS[:2])
+    assert bench.guard.counters == {}
+    store(KEYS[:1])
+    assert bench.guard.counters == {"store_failed": 1}
+    bench.fail(2)
+    bench.clock.advance(10.0)
+    store(KEYS[:2])
+    assert bench.guard.breaker is Breaker.HALF_OPEN
+    assert bench.guard.accepts_jobs, "the next one is the probe"
+
+
 @pytest.mark.parametrize(
     ("method", "call"),
     [

@@ -104,8 +104,12 @@ class JobMetadata:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How a job ended: each job has exactly one. `successful_keys` may be a part of the job's keys (D6)."""
+    """How a job ended: each job has exactly one. `successful_keys` may be a part of the job's keys (D6).
+
+    `skipped_keys` are others that a store left out on purpose, because they are not worth a write: no failure.
+    """
 
     job_id: int
     success: bool
     successful_keys: tuple[OffloadKey, ...]
+    skipped_keys: tuple[OffloadKey, ...] = ()

@@ -226,6 +226,8 @@ class TierGuard:
         # A part that came through shows that the tier works; single bad blocks are counted by the tier itself.
         if whole or kept:
             self._succeeded()
+        elif not entry.job.is_promotion and set(entry.job.keys) == set(result.skipped_keys):
+            pass  # nothing was tried, so nothing is known; a probe is asked for again
         elif not entry.outdated and (entry.job.is_promotion or entry.is_probe):
             self._failed("job_failed")
         elif not entry.outdated:

@@ -1,6 +1,6 @@
 """Jobs of the tier and their parts: exactly one result for each job, when its last chunk has ended."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from vllm_tiered_offload.contract.jobs import JobMetadata, JobResult
@@ -9,7 +9,10 @@ from vllm_tiered_offload.contract.keys import OffloadKey
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One submitted job. A part is a position in `keys`; each ends exactly once. `epoch` counts resets."""
+    """One submitted job. A part is a position in `keys`; each ends exactly once. `epoch` counts resets.
+
+    `failed` are all parts that did not end well, `skipped` those of them that nobody wanted to end otherwise.
+    """
 
     job_id: int
     keys: tuple[OffloadKey, ...]
@@ -17,6 +20,7 @@ class Job:
     epoch: int
     num_open: int
     failed: set[int] = field(default_factory=set)
+    skipped: set[int] = field(default_factory=set)
 
 
 class JobTable:
@@ -54,6 +58,11 @@ class JobTable:
             job.num_open -= ended
             self._finish_if_over(job, epoch)
 
+    def skip_parts(self, job: Job, parts: Collection[int], epoch: int) -> None:
+        """These parts were left out on purpose."""
+        job.skipped.update(parts)
+        self.end_parts(job, 0, parts, epoch)
+
     def take_results(self) -> list[JobResult]:
         results, self._results = self._results, []
         return results
@@ -62,10 +71,9 @@ class JobTable:
         if job.num_open:
             return
         del self._open[id(job)]
+        keys, skipped = job.keys, tuple(job.keys[part] for part in sorted(job.skipped))
         if job.epoch != epoch:
-            keys: tuple[OffloadKey, ...] = ()
+            keys, skipped = (), ()
         elif job.failed:
             keys = tuple(key for part, key in enumerate(job.keys) if part not in job.failed)
-        else:
-            keys = job.keys
-        self._results.append(JobResult(job.job_id, len(keys) == len(job.keys), keys))
+        self._results.append(JobResult(job.job_id, len(keys) == len(job.keys), keys, skipped))

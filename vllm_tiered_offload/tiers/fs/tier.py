@@ -255,7 +255,8 @@ class FsTier(SecondaryTierManager):
         self._counters.already_stored(there)
         if refused:
             self._counters.failed(STORE, refusal or Fault.NO_ROOM, len(refused))
-        self._jobs.end_parts(record, there, refused + skipped, self._epoch)
+        self._jobs.end_parts(record, there, refused, self._epoch)
+        self._jobs.skip_parts(record, skipped, self._epoch)
         if new:
             self._write(list(new.values()), job)
 
