@@ -2,6 +2,8 @@
 
 import errno
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from fs_kit import HIT, Bench, FaultyFiles, fingerprint, keys_of, temporaries
 
 from vllm_tiered_offload.tiers.fs.files import Files, remove_tree
 from vllm_tiered_offload.tiers.fs.namespace import Namespace
-from vllm_tiered_offload.tiers.fs.owner import Owner, host_token
+from vllm_tiered_offload.tiers.fs.owner import STALE_AGE, Owner, host_token
 
 DEAD = Owner("whoever", host_token(), 2**30)
 
@@ -78,6 +80,46 @@ def test_half_made_and_half_removed_namespaces_of_the_dead_are_collected(tmp_pat
         (directory / "ab" / "chunk").write_bytes(b"x")
     Bench(tmp_path)
     assert [directory.exists() for directory in left] == [False, True]
+
+
+def private_generation(root: Path, owner: Owner, seconds: float) -> Path:
+    """One that `owner` left, made and last used so long ago."""
+    files = Files()
+    namespace = Namespace(files, str(root), fingerprint(model=repr(owner)), owner.engine, private=True)
+    namespace.owner = owner
+    namespace.prepare_for_writing()
+    path = Path(namespace.path)
+    (path / "ab").mkdir()
+    (path / "ab" / "abcd").write_bytes(b"x")
+    for name in ("manifest.json", "ab/abcd"):
+        os.utime(path / name, (time.time() - seconds,) * 2)
+    return path
+
+
+def test_a_process_id_that_was_given_away_again_is_no_sign_of_life(tmp_path: Path) -> None:
+    """Mutation: without the start in `is_alive` both stay, for a process of that id is there."""
+    me = Owner.of("engine")
+    assert me.started, "this system says when a process began"
+    before = replace(me, engine="whoever", started=me.started - 1)
+    left = [private_generation(tmp_path, before, 0.0), tmp_path / "v1" / before.temporary_name()]
+    alive = [private_generation(tmp_path, me, 0.0), tmp_path / "v1" / me.temporary_name()]
+    unknown = private_generation(tmp_path, replace(me, started=0), 0.0)
+    for path in (left[1], alive[1]):
+        path.mkdir()
+    Bench(tmp_path)
+    assert not [path for path in left if path.exists()]
+    assert all(path.exists() for path in (*alive, unknown))
+
+
+def test_an_engine_of_our_id_on_another_host_keeps_what_it_uses(tmp_path: Path) -> None:
+    """Two hosts, one id, one network filesystem. Mutation: judged by the age of its manifest alone, `used` goes."""
+    owners = [Owner("engine", digit * 12, os.getpid(), 1) for digit in "123"]
+    used, idle, young = (private_generation(tmp_path, owner, STALE_AGE + 60) for owner in owners)
+    os.utime(used / "ab" / "abcd", (time.time() - 60, time.time() - STALE_AGE - 60))
+    os.utime(young / "manifest.json")
+    somebody = private_generation(tmp_path, Owner("other", "1" * 12, 1, 1), STALE_AGE + 60)
+    Bench(tmp_path, engine_id="engine")
+    assert [path.exists() for path in (used, idle, young, somebody)] == [True, False, True, True]
 
 
 def test_a_removal_that_was_held_up_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ STRANGERS = [
     encode_header(KEY, PAYLOAD[:-1], SPACE) + PAYLOAD[:-1],
     bytes(len(FRAME)),
 ]
-OWNER = Owner("engine", host_token(), os.getpid())
+OWNER = Owner("engine", host_token(), os.getpid(), 12345)
 MANIFESTS = [Manifest.new(fingerprint(), None).to_bytes(), Manifest.new(fingerprint(), OWNER).to_bytes()]
 
 thorough = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -226,13 +226,14 @@ HOSTILE = {
     "an owner that is false": (changed(private_to=False), "whose private generation"),
     **{
         f"an owner with {field} {value!r:.20}": (
-            changed(private_to={"engine": "engine", "host": "0" * 12, "pid": 1, field: value}),
+            changed(private_to={"engine": "engine", "host": "0" * 12, "pid": 1, "started": 1, field: value}),
             "whose private generation",
         )
         for field, values in {
             "engine": ["../../etc", "a/b", "", None, "x" * 100, "ü", "a\n"],
             "host": ["../", "0" * 11, "g" * 12, 12, None],
             "pid": [0, -1, True, "1", 1.0, 1 << 80, None],
+            "started": [-1, True, "1", 1.0, 1 << 80, None],
         }.items()
         for value in values
     },

@@ -27,6 +27,7 @@ _FIELD_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ENGINE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HOST = re.compile(r"[0-9a-f]{12}")
 _MAX_PID = 1 << 31
+_MAX_START = 10**18  # clock ticks
 _MAX_DEPTH = 32
 
 
@@ -141,13 +142,16 @@ def _owner(found: object) -> Owner | None:
         return None
     if isinstance(found, dict):
         engine, host, pid = found.get("engine"), found.get("host"), found.get("pid")
+        started = found.get("started")
         if (
             isinstance(engine, str)
             and isinstance(host, str)
             and type(pid) is int
+            and type(started) is int
             and _ENGINE.fullmatch(engine)
             and _HOST.fullmatch(host)
             and 0 < pid < _MAX_PID
+            and 0 <= started < _MAX_START
         ):
-            return Owner(engine, host, pid)
+            return Owner(engine, host, pid, started)
     raise ManifestError("does not say whose private generation it is")

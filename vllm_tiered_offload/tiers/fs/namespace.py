@@ -17,6 +17,7 @@ Everything here blocks, and any thread but the scheduler's may call it.
 
 import errno
 import logging
+import math
 import os
 import re
 import threading
@@ -29,7 +30,7 @@ from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.tiers.fs.faults import Fault, NamespaceError, classify
 from vllm_tiered_offload.tiers.fs.files import Files, remove_file, remove_tree, replace_file
 from vllm_tiered_offload.tiers.fs.manifest import MANIFEST, Manifest, ManifestError, read_manifest
-from vllm_tiered_offload.tiers.fs.owner import Owner
+from vllm_tiered_offload.tiers.fs.owner import STALE_AGE, Owner
 
 logger = logging.getLogger(__name__)
 
@@ -264,8 +265,21 @@ def _is_left_behind(files: Files, path: str, owner: Owner) -> bool:
     if maker is not None:
         return owner.finds_stale(maker, 0.0)
     other = read_manifest(files, path).private_to
-    mtime = next((entry.mtime for entry in files.scandir(path) if entry.name == MANIFEST), None)
-    return other is not None and mtime is not None and owner.finds_stale(other, time.time() - mtime)
+    # Who is judged by its age is looked through; the others need not be.
+    return (
+        other is not None and owner.finds_stale(other, math.inf) and owner.finds_stale(other, _unused_for(files, path))
+    )
+
+
+def _unused_for(files: Files, path: str) -> float:
+    """Seconds since a chunk of a namespace was read or written, or it was made; when young, not to the second."""
+    now = time.time()
+    age = now - files.info(f"{path}/{MANIFEST}").mtime  # when it was read does not count: it just was, by us
+    for directory in (f"{path}/{name}" for name in files.listdir(path) if is_fan_out(name)):
+        for name in files.listdir(directory) if age > STALE_AGE else ():
+            with suppress(FileNotFoundError):
+                age = min(age, now - files.info(f"{directory}/{name}").used)
+    return age
 
 
 def remove_directory(files: Files, path: str, owner: Owner) -> None:
