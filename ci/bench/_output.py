@@ -20,10 +20,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print(flush=True)
 
 
-def write_results(figures: Mapping[str, float], file: Path | None) -> None:
-    """The figures as one line of JSON, printed and in `file`."""
-    line = json.dumps({key: round(value, 4) for key, value in figures.items()})
+def write_results(figures: Mapping[str, float | Mapping[str, float]], file: Path | None) -> None:
+    """The figures as one line of JSON, printed and in `file`; a group of them is an object in it."""
+    line = json.dumps({key: rounded(value) for key, value in figures.items()})
     print(line)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(line + "\n")
+
+
+def rounded(value: float | Mapping[str, float]) -> float | dict[str, float]:
+    if isinstance(value, Mapping):
+        return {key: round(figure, 4) for key, figure in value.items()}
+    return round(value, 4)

@@ -36,7 +36,7 @@ NOWHERE = ["vllm.v1.kv_offload"]
 ONLY_THESE: dict[str, set[str]] = {
     "contract": set(),
     "region": {"numpy"},
-    "worker": {"torch", "numpy", "numba"},
+    "worker": {"torch", "numpy", "numba", "llvmlite", "triton"},  # the last three where they are there
 }
 
 

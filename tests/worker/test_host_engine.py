@@ -13,7 +13,7 @@ from vllm_tiered_offload.contract.config import WorkerConfig
 from vllm_tiered_offload.contract.messages import GroupTransfer
 from vllm_tiered_offload.contract.seams import thread_executor
 from vllm_tiered_offload.testing.fakes.seams import ManualClock, ManualExecutor
-from vllm_tiered_offload.worker.copy_engines import host_copy
+from vllm_tiered_offload.worker.copy_engines import host, host_copy
 from vllm_tiered_offload.worker.copy_engines.affinity import copy_executor
 from vllm_tiered_offload.worker.copy_engines.base import ComputeEvent, CopyResult, Direction
 from vllm_tiered_offload.worker.copy_engines.host import HostCopyEngine, host_engine
@@ -50,6 +50,7 @@ class Rig:
 def one_block_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every slice is one block, so that a job of n blocks takes n tasks."""
     monkeypatch.setattr(host_copy, "CALL_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(host_copy, "NUMPY_CALL_BYTES", BLOCK_BYTES)
 
 
 def ids(results: list[CopyResult]) -> list[int]:
@@ -252,6 +253,7 @@ def test_seconds_are_copy_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_large_rows_are_copied_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one-pass path: calls end at row borders, bytes are the same."""
     monkeypatch.setattr(host_copy, "WHOLE_ROW_BYTES", 1)
+    monkeypatch.setattr(host, "host_way", lambda: (None, "numpy"))
     rig = Rig()
     plan = rig.plan([4, 1], [3, 9, 2])
     copier = rig.engine._copiers[0]
@@ -302,6 +304,7 @@ def test_factory_and_bad_settings() -> None:
         WorkerConfig(capacity=1 << 20, blocks_per_chunk=CHUNK, copy_threads=2), [rig.layout], rig.slots
     )
     assert engine.record_compute_event().is_complete()
+    assert engine.describe().startswith("host, 2 thread(s), ")
     assert engine.shutdown(1)
     with pytest.raises(ValueError, match=r"cpu\.copy_threads"):
         HostCopyEngine([], rig.slots, CHUNK, threads=0)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_tiered_offload.worker.copy_engines.base import Direction
 from vllm_tiered_offload.worker.copy_engines.host_copy import HostGroupCopier
+from vllm_tiered_offload.worker.copy_engines.stream_kernel import StreamCopy, stream_copy
 from vllm_tiered_offload.worker.copy_plan import CopyPlan
 from vllm_tiered_offload.worker.layout import LayoutError, build_group_layout
 
@@ -28,7 +29,14 @@ def block_copy(tensor: torch.Tensor, num_blocks: int, block: int) -> torch.Tenso
 
 
 def round_trip(layers: dict[str, torch.Tensor], num_blocks: int, chunk: int, rng: np.random.Generator) -> None:
-    """Store some blocks, wipe them, load them elsewhere; check every byte of tensors and rows."""
+    """Store some blocks, wipe them, load them elsewhere; check every byte of tensors and rows. Both ways to copy."""
+    for kernel in (None, stream_copy()):
+        round_trip_by(kernel, layers, num_blocks, chunk, rng)
+
+
+def round_trip_by(
+    kernel: StreamCopy | None, layers: dict[str, torch.Tensor], num_blocks: int, chunk: int, rng: np.random.Generator
+) -> None:
     tensors = list(layers.values())
     memory = byte_storage(*tensors)
     for storage in memory:
@@ -42,7 +50,7 @@ def round_trip(layers: dict[str, torch.Tensor], num_blocks: int, chunk: int, rng
     slots = rows[:, 16 : 16 + chunk * layout.block_bytes]
     position = np.arange(count)
     row_of = rng.permutation(num_rows)[position // chunk]
-    copier = HostGroupCopier(layout, slots, chunk)
+    copier = HostGroupCopier(layout, slots, chunk, kernel)
     before = [storage.copy() for storage in memory]
     wanted = {name: [block_copy(t, num_blocks, int(b)) for b in source] for name, t in layers.items()}
 

@@ -85,7 +85,7 @@ class WorkerHalf:
             len(layout.tensors),
             layout.block_bytes,
             geometry.num_ranks,
-            f"host, {settings.copy_threads} thread(s)",
+            self._worker.describe_engine(),
             fingerprint.short,
         )
         if settings.tiers and has_random_hash_seed(self._vllm_config.cache_config):

@@ -28,6 +28,12 @@ class CopyPlan:
         """Device blocks to copy."""
         return len(self.device_blocks)
 
+    def part(self, start: int, stop: int) -> "CopyPlan":
+        """Entries `start` to `stop`."""
+        return CopyPlan(
+            self.group_idx, self.rows[start:stop], self.sub_blocks[start:stop], self.device_blocks[start:stop]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PlanBounds:

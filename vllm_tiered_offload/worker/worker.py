@@ -99,6 +99,10 @@ class OffloadingConnectorWorker:
         num_blocks = {layout.group_idx: layout.num_blocks for layout in layouts}
         self._bounds = PlanBounds(self._config.blocks_per_chunk, len(slots), num_blocks)
 
+    def describe_engine(self) -> str:
+        """What moves the bytes, for the start-up summary."""
+        return self._engine.describe() if self._engine is not None else "none"
+
     def set_announcement(self, announcement: RegionAnnouncement) -> None:
         """Say in each report where the region is, until a step message shows that a report has arrived."""
         self._announcement = announcement

@@ -230,6 +230,9 @@ class FakeCopyEngine(CopyEngine):
         if slots is not None:
             self._copiers = {layout.group_idx: HostGroupCopier(layout, slots, blocks_per_chunk) for layout in layouts}
 
+    def describe(self) -> str:
+        return "fake"
+
     def record_compute_event(self) -> FakeEvent:
         return FakeEvent(self.driver, self.driver.last_compute())
 

@@ -60,6 +60,10 @@ class CopyEngine(ABC):
     """Moves blocks between device and region. Layouts and slots are given to the constructor of the engine."""
 
     @abstractmethod
+    def describe(self) -> str:
+        """What moves the bytes, and why if there was a choice; one phrase of the start-up summary."""
+
+    @abstractmethod
     def record_compute_event(self) -> ComputeEvent:
         """A point after everything that has been launched on the compute stream so far."""
 

@@ -22,6 +22,7 @@ from vllm_tiered_offload.contract.config import WorkerConfig
 from vllm_tiered_offload.contract.seams import Clock, JobExecutor, monotonic
 from vllm_tiered_offload.worker.copy_engines.affinity import copy_executor
 from vllm_tiered_offload.worker.copy_engines.base import ComputeEvent, CopyEngine, CopyResult, Direction
+from vllm_tiered_offload.worker.copy_engines.choice import host_way
 from vllm_tiered_offload.worker.copy_engines.host_copy import HostGroupCopier
 from vllm_tiered_offload.worker.copy_plan import CopyPlan
 from vllm_tiered_offload.worker.layout import GroupLayout
@@ -101,7 +102,10 @@ class HostCopyEngine(CopyEngine):
     ) -> None:
         if threads < 1:
             raise ValueError(f"cpu.copy_threads is {threads}: copies need at least one thread")
-        self._copiers = {layout.group_idx: HostGroupCopier(layout, slots, blocks_per_chunk) for layout in layouts}
+        kernel, self._way = host_way()
+        self._copiers = {
+            layout.group_idx: HostGroupCopier(layout, slots, blocks_per_chunk, kernel) for layout in layouts
+        }
         self._threads = threads
         self._clock = clock
         self._executor = executor or copy_executor(threads)
@@ -111,6 +115,9 @@ class HostCopyEngine(CopyEngine):
         self._unfinished = 0  # jobs submitted and without result
         self._results: list[CopyResult] = []  # ended, not polled
         self._closed = False
+
+    def describe(self) -> str:
+        return f"host, {self._threads} thread(s), {self._way}"
 
     def record_compute_event(self) -> ComputeEvent:
         return CompletedEvent()
