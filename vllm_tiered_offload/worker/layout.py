@@ -144,6 +144,17 @@ def build_group_layout(group_idx: int, layers: Layers, num_blocks: int, block_to
     )
 
 
+def refuse_unfit(layout: GroupLayout, slots: np.ndarray, blocks_per_chunk: int) -> None:
+    """Raise ValueError unless slots can hold the group's chunks: uint8 (num_rows, slot_bytes), contiguous bytes."""
+    if slots.ndim != 2 or slots.dtype != np.uint8 or (slots.shape[1] > 1 and slots.strides[1] != 1):
+        raise ValueError(f"slots must be uint8 (rows, bytes) with contiguous bytes, not {slots.dtype} {slots.shape}")
+    if slots.shape[1] < blocks_per_chunk * layout.block_bytes:
+        raise ValueError(
+            f"a slot of {slots.shape[1]} bytes cannot hold {blocks_per_chunk} blocks of {layout.block_bytes} bytes of"
+            f" KV group {layout.group_idx}: the region was made for other tensors or another blocks_per_chunk"
+        )
+
+
 def _distinct(named: list[tuple[str, torch.Tensor]], num_blocks: int) -> list[tuple[list[str], torch.Tensor, _Runs]]:
     """Each set of bytes once, with all layer names that mean it."""
     found: dict[_Runs, tuple[list[str], torch.Tensor, _Runs]] = {}

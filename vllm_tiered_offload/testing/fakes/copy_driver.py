@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_tiered_offload.worker.copy_engines.base import ComputeEvent, CopyEngine, CopyResult, Direction
+from vllm_tiered_offload.worker.copy_engines.device import DeviceEvent
 from vllm_tiered_offload.worker.copy_engines.host_copy import HostGroupCopier
 from vllm_tiered_offload.worker.copy_plan import CopyPlan
 from vllm_tiered_offload.worker.layout import GroupLayout
@@ -110,9 +111,13 @@ class FakeDriver:
         """A kernel on the compute stream that reads and writes device blocks, given by id."""
         return self.launch(COMPUTE, name, map(block, reads), map(block, writes), action)
 
+    def last(self, stream: Hashable) -> Operation | None:
+        """The youngest operation of a stream, None before the first."""
+        return self._last.get(stream)
+
     def last_compute(self) -> Operation | None:
         """The youngest kernel, None before the first."""
-        return self._last.get(COMPUTE)
+        return self.last(COMPUTE)
 
     def runnable(self) -> list[Operation]:
         """Pending operations whose ancestors have run, in launch order."""
@@ -185,19 +190,25 @@ class FakeDriver:
             del self._accesses[place]
 
 
-class FakeEvent(ComputeEvent):
-    """A point in the driver's compute stream."""
+class FakeEvent(DeviceEvent):
+    """A point in one of the driver's streams."""
 
     def __init__(self, driver: FakeDriver, op: Operation | None) -> None:
         self._driver = driver
         self.op = op
 
     def is_complete(self) -> bool:
+        """The host learns it, if it is."""
+        if self.op is not None and self.op.done:
+            self._driver.observe(self.op)
         return self.op is None or self.op.done
 
     def synchronize(self) -> None:
         if self.op is not None:
             self._driver.synchronize(self.op)
+
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        return 1.0 if earlier.is_complete() else 0.0
 
 
 class FakeCopyEngine(CopyEngine):

@@ -48,7 +48,7 @@ def block_fragments(layout: GroupLayout) -> BlockFragments:
 
 
 def copies_of(plan: CopyPlan, fragments: BlockFragments, block_bytes: int, slots: np.ndarray) -> Copies:
-    """Every copy of a plan, in prefix order; those that continue each other on both sides are one.
+    """Every copy of a plan, in prefix order; those that continue each other on both sides, inside a row, are one.
 
     slots: uint8 (num_rows, slot_bytes), this rank's part of each row.
     """
@@ -56,13 +56,10 @@ def copies_of(plan: CopyPlan, fragments: BlockFragments, block_bytes: int, slots
     device = (plan.device_blocks[:, None] * fragments.stride + fragments.address).ravel()
     region = (row[:, None] + fragments.offset).ravel()
     length = np.tile(fragments.length, plan.num_blocks)
-    return _joined(Copies(device, region, length))
-
-
-def _joined(copies: Copies) -> Copies:
-    device, region, length = copies.device, copies.region, copies.length
     joins = (device[1:] == device[:-1] + length[:-1]) & (region[1:] == region[:-1] + length[:-1])
     if not joins.any():
-        return copies
+        return Copies(device, region, length)
+    rows = np.repeat(plan.rows, len(fragments.length))
+    joins &= rows[1:] == rows[:-1]
     first = np.concatenate([[0], np.flatnonzero(~joins) + 1])
     return Copies(device[first], region[first], np.add.reduceat(length, first))

@@ -9,7 +9,7 @@ from vllm_tiered_offload.worker.copy_engines.fragments import block_fragments, c
 from vllm_tiered_offload.worker.copy_engines.stream_kernel import StreamCopy
 from vllm_tiered_offload.worker.copy_engines.windows import WindowCopier
 from vllm_tiered_offload.worker.copy_plan import CopyPlan
-from vllm_tiered_offload.worker.layout import GroupLayout
+from vllm_tiered_offload.worker.layout import GroupLayout, refuse_unfit
 
 # A compiled call takes a millisecond. An urgent load waits for one call at most; 4 MiB cost a fifth of the bandwidth.
 CALL_BYTES = 16 << 20
@@ -48,7 +48,9 @@ class HostGroupCopier:
     def __init__(
         self, layout: GroupLayout, slots: np.ndarray, blocks_per_chunk: int, kernel: StreamCopy | None = None
     ) -> None:
-        _refuse_unfit(layout, slots, blocks_per_chunk)
+        if layout.device.type != "cpu":
+            raise ValueError(f"the host copy engine cannot reach KV tensors on {layout.device}")
+        refuse_unfit(layout, slots, blocks_per_chunk)
         self._block_bytes = layout.block_bytes
         self._call_blocks = max(1, (NUMPY_CALL_BYTES if kernel is None else CALL_BYTES) // layout.block_bytes)
         self._whole_rows = kernel is None and blocks_per_chunk * layout.block_bytes >= WHOLE_ROW_BYTES
@@ -67,15 +69,3 @@ class HostGroupCopier:
         if stop > start:
             self._way.copy(direction, plan.part(start, stop))
         return (stop - start) * self._block_bytes
-
-
-def _refuse_unfit(layout: GroupLayout, slots: np.ndarray, blocks_per_chunk: int) -> None:
-    if layout.device.type != "cpu":
-        raise ValueError(f"the host copy engine cannot reach KV tensors on {layout.device}")
-    if slots.ndim != 2 or slots.dtype != np.uint8 or (slots.shape[1] > 1 and slots.strides[1] != 1):
-        raise ValueError(f"slots must be uint8 (rows, bytes) with contiguous bytes, not {slots.dtype} {slots.shape}")
-    if slots.shape[1] < blocks_per_chunk * layout.block_bytes:
-        raise ValueError(
-            f"a slot of {slots.shape[1]} bytes cannot hold {blocks_per_chunk} blocks of {layout.block_bytes} bytes of"
-            f" KV group {layout.group_idx}: the region was made for other tensors or another blocks_per_chunk"
-        )
