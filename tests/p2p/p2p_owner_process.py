@@ -1,4 +1,6 @@
-"""Another engine in a process of its own: `p2p_owner_process.py ROWS ROW_BYTES CHUNKS SECONDS_A_ROW TRANSPORT [restless]`.
+"""Another engine in a process of its own.
+
+`p2p_owner_process.py ROWS ROW_BYTES CHUNKS SECONDS_A_ROW TRANSPORT [restless]`
 
 It fills its memory, prints its port, and from then on its main thread, which would be the scheduler's, sleeps.
 """
@@ -24,7 +26,7 @@ def help_for_ever(server: PeerServer) -> None:
         server._agent.progress()
 
     server._turn = and_help  # type: ignore[method-assign]
-    server._next_timer = lambda: server._clock()  # type: ignore[method-assign]
+    server._next_timer = server._clock  # type: ignore[method-assign]
     server.wake()
 
 
