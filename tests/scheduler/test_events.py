@@ -21,7 +21,7 @@ from vllm_tiered_offload.tiers.guard import TierGuard
 from .harness import BLOCK, Half
 
 
-def describe(request: Any, chunk: int) -> ChunkPayload:
+def describe(request: Any, _group_idx: int, chunk: int) -> ChunkPayload:
     tokens = request.tokens[chunk * BLOCK : (chunk + 1) * BLOCK]
     parent = request.block_hashes[chunk - 1] if chunk else None
     return ChunkPayload((request.block_hashes[chunk],), parent, array("i", tokens), BLOCK)
@@ -172,7 +172,8 @@ def test_case_54_with_real_tiers(tmp_path: Path) -> None:
     manager = real_tiers(tmp_path, rows=2)
     old, new = ([OffloadKey(f"{name}{index}".encode()) for index in range(2)] for name in ("old", "new"))
     book = EventLedger(
-        lambda name, chunk: ChunkPayload((b"%s%d" % (name, chunk),), None, array("i", [chunk]), 1), {"cpu": 1, "fs": 1}
+        lambda name, _group_idx, chunk: ChunkPayload((b"%s%d" % (name, chunk),), None, array("i", [chunk]), 1),
+        {"cpu": 1, "fs": 1},
     )
     for name, keys in ((b"old", old), (b"new", new)):
         ctx = ReqContext(name.decode())

@@ -16,7 +16,7 @@ from vllm_tiered_offload.telemetry.events import Announcement, ChunkPayload, Eve
 K = [OffloadKey(f"k{index}".encode()) for index in range(4)]
 
 
-def payload(request: Any, chunk: int) -> ChunkPayload:
+def payload(request: Any, _group_idx: int, chunk: int) -> ChunkPayload:
     if request == "broken":
         raise RuntimeError("no such chunk")
     return ChunkPayload((b"h%d" % chunk,), b"h%d" % (chunk - 1) if chunk else None, array("i", [chunk] * 4), 4)
@@ -179,17 +179,20 @@ def test_a_chunk_of_several_blocks_names_each_of_them() -> None:
     from vllm_tiered_offload.connector.events import describe_chunk
 
     r = request(16)
-    second = describe_chunk(shape(), r, 1)
+    second = describe_chunk({0: shape()}, r, 0, 1)
     assert second.block_hashes == tuple(r.block_hashes[2:4])
     assert second.parent_hash == r.block_hashes[1]
     assert second.token_ids.tolist() == list(range(8, 16))
     assert second.block_tokens == 4
     assert second.extra_keys == (None, None)
-    assert describe_chunk(shape(), r, 0).parent_hash is None
-    coarse = describe_chunk(shape(block=8, per_chunk=1), r, 1)  # two hashes a block: the last one is the block's
+    assert describe_chunk({0: shape()}, r, 0, 0).parent_hash is None
+    coarse = describe_chunk(
+        {3: shape(block=8, per_chunk=1)}, r, 3, 1
+    )  # two hashes a block: the last one is the block's
     assert coarse.block_hashes == (r.block_hashes[3],)
+    assert (second.group_idx, coarse.group_idx) == (0, 3)
     with pytest.raises(ValueError, match="chunk 2 of request r is not there"):
-        describe_chunk(shape(), r, 2)
+        describe_chunk({0: shape()}, r, 0, 2)
 
 
 def test_lora_and_salt_are_told() -> None:
@@ -197,7 +200,7 @@ def test_lora_and_salt_are_told() -> None:
 
     lora = SimpleNamespace(adapter_id=7, name="mine", lora_name="mine", lora_path="/lora", lora_int_id=7)
     r = request(8, cache_salt="s", lora_request=lora, session_id="talk")
-    told_of = describe_chunk(shape(), r, 0)
+    told_of = describe_chunk({0: shape()}, r, 0, 0)
     assert (told_of.lora_id, told_of.lora_name, told_of.session_id) == (7, "mine", "talk")
     assert told_of.extra_keys is not None
     assert "s" in told_of.extra_keys[0]

@@ -7,7 +7,7 @@ shape of the in-tree connector's self-describing events.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,14 +37,15 @@ def events_enabled(vllm_config: Any) -> bool:
     return config is not None and bool(config.enable_kv_cache_events)
 
 
-def event_ledger(manager: TieringOffloadingManager, shape: GroupShape) -> EventLedger:
+def event_ledger(manager: TieringOffloadingManager, shapes: Sequence[GroupShape]) -> EventLedger:
     """The ledger of an engine whose tiers are those of `manager`."""
     media = Counter([manager.primary.medium, *(guard.tier.medium for guard in manager.guards)])
-    return EventLedger(partial(describe_chunk, shape), media)
+    return EventLedger(partial(describe_chunk, {shape.group_idx: shape for shape in shapes}), media)
 
 
-def describe_chunk(shape: GroupShape, request: Any, chunk: int) -> ChunkPayload:
-    """The payload of chunk `chunk` (of the one offloaded KV group) of a vLLM request."""
+def describe_chunk(shapes: Mapping[int, GroupShape], request: Any, group_idx: int, chunk: int) -> ChunkPayload:
+    """The payload of chunk `chunk` of a KV group of a vLLM request."""
+    shape = shapes[group_idx]
     start, end = chunk * shape.chunk_tokens, (chunk + 1) * shape.chunk_tokens
     block, hash_tokens = shape.block_tokens, shape.hash_tokens
     hashes, tokens = request.block_hashes, request.all_token_ids[start:end]
@@ -60,6 +61,7 @@ def describe_chunk(shape: GroupShape, request: Any, chunk: int) -> ChunkPayload:
         parent_hash=hashes[start // hash_tokens - 1] if start else None,
         token_ids=array("i", tokens),
         block_tokens=block,
+        group_idx=group_idx,
         lora_id=lora.adapter_id if lora else None,
         lora_name=lora.name if lora else None,
         extra_keys=tuple(to_event_extra_keys(extra_keys) or ()),

@@ -18,13 +18,14 @@ from vllm_tiered_offload.connector.startup import parse_settings, warn_once_at_s
 from vllm_tiered_offload.connector.stats import TieredOffloadStats
 from vllm_tiered_offload.connector.views import (
     block_tables_of,
-    group_shape,
+    group_shapes,
     step_view,
     was_aborted,
     why_not_offloadable,
 )
 from vllm_tiered_offload.contract.seams import monotonic
 from vllm_tiered_offload.hierarchy.build import build_manager
+from vllm_tiered_offload.scheduler.grouped_scheduler import GroupedScheduler
 from vllm_tiered_offload.scheduler.scheduler import OffloadingConnectorScheduler, Role
 
 logger = logging.getLogger(__name__)
@@ -54,15 +55,12 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Of
     manager = build_manager(
         settings, engine_id=transfer.engine_id, events=events, clock=clock, region_access=region_access
     )
-    shape = group_shape(vllm_config, kv_cache_config, settings.blocks_per_chunk)
-    return OffloadingConnectorScheduler(
-        settings,
-        manager,
-        shape,
-        role=Role(stores=transfer.is_kv_producer, loads=transfer.is_kv_consumer),
-        clock=clock,
-        events=event_ledger(manager, shape) if events else None,
-    )
+    shapes = group_shapes(vllm_config, kv_cache_config, settings.blocks_per_chunk)
+    role = Role(stores=transfer.is_kv_producer, loads=transfer.is_kv_consumer)
+    ledger = event_ledger(manager, shapes) if events else None
+    if len(shapes) == 1 and shapes[0].reads_all and shapes[0].group_idx == 0:
+        return OffloadingConnectorScheduler(settings, manager, shapes[0], role=role, clock=clock, events=ledger)
+    return GroupedScheduler(settings, manager, shapes, role=role, clock=clock, events=ledger)
 
 
 class SchedulerHalf:

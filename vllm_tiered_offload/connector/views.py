@@ -4,14 +4,24 @@ from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupRole,
+    KVCacheGroupSpec,
+    RSWASpec,
     SinkFullAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_tiered_offload.scheduler.views import BlockTables, GroupShape, ResolveBlockTables, StepView
+
+# Kinds of attention whose blocks stay where they are in a request's table; derived kinds that behave otherwise.
+_OFFLOADED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+_NOT_OFFLOADED = (SinkFullAttentionSpec, RSWASpec)
 
 # Statuses of a request whose last token was sampled and never computed.
 _STOPPED = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
@@ -42,23 +52,61 @@ def block_tables_of(kv_cache_manager: Any) -> ResolveBlockTables:
     return resolve
 
 
+def offloaded_groups(kv_cache_config: KVCacheConfig) -> dict[int, KVCacheGroupSpec]:
+    """The KV groups that a prefix hit consists of, by index. A ring of scratch memory is rebuilt by its request."""
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return {index: group for index, group in groups if not isinstance(group.kv_cache_spec, CircularBufferSpec)}
+
+
 def why_not_offloadable(kv_cache_config: KVCacheConfig) -> str | None:
-    """Why this model's cache is served without offloading, or None."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return f"the model has {len(groups)} KV cache groups and only models with one are offloaded so far"
-    spec = groups[0].kv_cache_spec
-    specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    for one in specs:
-        if not isinstance(one, FullAttentionSpec) or isinstance(one, SinkFullAttentionSpec):
-            return f"its KV cache is of type {type(one).__name__} and only full attention is offloaded so far"
-        if not one.prefix_cacheable or not groups[0].enable_kv_transfer:
-            return "its KV cache group takes no part in prefix caching"
+    """Why this model's cache is served without offloading, or None. A hit needs every group, so one is enough."""
+    groups = offloaded_groups(kv_cache_config)
+    if not groups:
+        return "the model has no KV cache"
+    for index, group in groups.items():
+        reason = _why_not(group, alone=len(groups) == 1)
+        if reason is not None:
+            return reason if len(groups) == 1 else f"KV cache group {index} of {len(groups)}: {reason}"
     return None
 
 
-def group_shape(vllm_config: Any, kv_cache_config: KVCacheConfig, blocks_per_chunk: int) -> GroupShape:
-    """Token granularity of the offloaded KV group (the only one)."""
-    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+def _why_not(group: KVCacheGroupSpec, alone: bool) -> str | None:
+    for one in _specs_of(group):
+        if not isinstance(one, _OFFLOADED) or isinstance(one, _NOT_OFFLOADED):
+            return f"its KV cache is of type {type(one).__name__}, which is not offloaded so far"
+        if not one.prefix_cacheable or not group.enable_kv_transfer:
+            return "its KV cache group takes no part in prefix caching"
+    if group.role is not KVCacheGroupRole.DEFAULT or group.host_resident:
+        return "its KV cache lies in host memory in part"
+    if group.is_eagle_group and not alone:
+        return "it belongs to a draft model (EAGLE, MTP), which is offloaded only together with all other layers so far"
+    return None
+
+
+def _specs_of(group: KVCacheGroupSpec) -> list[Any]:
+    spec = group.kv_cache_spec
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def group_shapes(vllm_config: Any, kv_cache_config: KVCacheConfig, blocks_per_chunk: int) -> tuple[GroupShape, ...]:
+    """Token granularity and reach of the offloaded KV groups."""
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or vllm_config.cache_config.block_size
-    return GroupShape(block_tokens, block_tokens * blocks_per_chunk, hash_tokens)
+    return tuple(
+        GroupShape(
+            block_tokens=group.kv_cache_spec.block_size,
+            chunk_tokens=group.kv_cache_spec.block_size * blocks_per_chunk,
+            hash_tokens=hash_tokens,
+            group_idx=index,
+            **_reach(_specs_of(group)[0]),
+        )
+        for index, group in offloaded_groups(kv_cache_config).items()
+    )
+
+
+def _reach(spec: Any) -> dict[str, int]:
+    """How far back this kind of attention reads; blocks that vLLM keeps beyond the window count as read."""
+    if isinstance(spec, SlidingWindowSpec):
+        return {"window": spec.sliding_window + spec.extra_retained_tokens}
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return {"local_span": spec.attention_chunk_size}
+    return {}

@@ -16,7 +16,7 @@ from vllm_tiered_offload.connector.overrides import current_overrides
 from vllm_tiered_offload.connector.ranks import RankGroup, current_rank_group
 from vllm_tiered_offload.connector.startup import parse_settings
 from vllm_tiered_offload.connector.stats import TieredOffloadStats
-from vllm_tiered_offload.connector.views import why_not_offloadable
+from vllm_tiered_offload.connector.views import offloaded_groups, why_not_offloadable
 from vllm_tiered_offload.contract.config import WorkerConfig
 from vllm_tiered_offload.contract.fingerprint import Fingerprint
 from vllm_tiered_offload.contract.messages import RegionAnnouncement
@@ -50,40 +50,44 @@ class WorkerHalf:
         if why_not_offloadable(self._kv_cache_config) is not None:
             return
         config = self._settings.worker_config()
-        layout = self._layout(kv_caches)
-        self._region, announcement = agree_on_region(self._ranks, config, layout.block_bytes * config.blocks_per_chunk)
+        layouts = self._layouts(kv_caches)
+        slot_bytes = max(layout.block_bytes for layout in layouts) * config.blocks_per_chunk
+        self._region, announcement = agree_on_region(self._ranks, config, slot_bytes)
         self._worker = OffloadingConnectorWorker(config, self._ranks.rank, host_engine_factory(self._executor_factory))
-        self._worker.attach([layout], self._region.rank_view(self._ranks.rank))
+        self._worker.attach(layouts, self._region.rank_view(self._ranks.rank))
         if self._ranks.rank == 0:
-            fingerprint = fingerprint_of(
-                self._vllm_config, self._kv_cache_config, config.blocks_per_chunk, layout.signature
-            )
+            signature = "|".join(layout.signature for layout in layouts)
+            fingerprint = fingerprint_of(self._vllm_config, self._kv_cache_config, config.blocks_per_chunk, signature)
             self._worker.set_announcement(replace(announcement, fingerprint=fingerprint))
-            self._say_summary(layout, fingerprint)
+            self._say_summary(layouts, fingerprint)
 
-    def _layout(self, kv_caches: dict[str, torch.Tensor]) -> GroupLayout:
-        group = self._kv_cache_config.kv_cache_groups[0]
-        layers = {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
-        return build_group_layout(0, layers, self._kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
+    def _layouts(self, kv_caches: dict[str, torch.Tensor]) -> list[GroupLayout]:
+        num_blocks, layouts = self._kv_cache_config.num_blocks, []
+        for index, group in offloaded_groups(self._kv_cache_config).items():
+            layers = {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
+            layouts.append(build_group_layout(index, layers, num_blocks, group.kv_cache_spec.block_size))
+        return layouts
 
-    def _say_summary(self, layout: GroupLayout, fingerprint: Fingerprint) -> None:
+    def _say_summary(self, layouts: Sequence[GroupLayout], fingerprint: Fingerprint) -> None:
         assert self._region is not None
         assert self._worker is not None
         geometry, settings = self._region.geometry, self._settings
-        chunk_tokens = layout.geometry.block_tokens * settings.blocks_per_chunk
+        chunk_tokens = min(layout.geometry.block_tokens for layout in layouts) * settings.blocks_per_chunk
         logger.info(
             "tiered offload: %.2f GiB of host memory for %d tokens (%d rows of %d bytes, %d tokens a row); "
-            "tiers: %s; policy %s; layout: %d layers, %d bytes a block and rank, %d ranks; copy engine: %s; "
+            "tiers: %s; policy %s; layout: %d KV groups, %d layers, %d bytes a block and rank, %d ranks; "
+            "copy engine: %s; "
             "fingerprint %s",
             geometry.total_bytes / 2**30,
-            geometry.num_rows * chunk_tokens,
+            geometry.num_rows * chunk_tokens // len(layouts),
             geometry.num_rows,
             geometry.row_bytes,
             chunk_tokens,
             " > ".join(["cpu", *(tier.type for tier in settings.tiers)]),
             settings.cpu.eviction_policy,
-            len(layout.tensors),
-            layout.block_bytes,
+            len(layouts),
+            sum(len(layout.tensors) for layout in layouts),
+            max(layout.block_bytes for layout in layouts),
             geometry.num_ranks,
             self._worker.describe_engine(),
             fingerprint.short,

@@ -1,6 +1,6 @@
 """What the scheduler half remembers of one request."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -79,6 +79,14 @@ class Offer:
     end: int
     keys: list[OffloadKey]
     blocks: Sequence[BlockView]  # blocks_per_chunk a key
+
+    def chunk_after(self, num_keys: int) -> int:
+        """The first chunk that is not done with once the first `num_keys` keys are."""
+        return self.first_chunk + num_keys
+
+    def numbered_keys(self) -> Iterable[tuple[int, OffloadKey]]:
+        """Each key with the number of its chunk."""
+        return enumerate(self.keys, self.first_chunk)
 
 
 @dataclass(slots=True)

@@ -164,13 +164,16 @@ class OffloadingConnectorScheduler:
             ctx=ctx,
             params=params,
             policy=policy,
-            keys=(ChunkKeys(request, 0, self._shape),),
+            keys=self._keys_of(request),
             store_limit=offload_limit(
                 self._settings.offload_prompt_only, request.num_prompt_tokens, params.max_offload_tokens
             ),
             lifecycle=RequestLifecycle(ctx.req_id),
             skipped=keep is Keep.NOWHERE,
         )
+
+    def _keys_of(self, request: RequestView) -> tuple[ChunkKeys, ...]:
+        return (ChunkKeys(request, 0, self._shape),)
 
     def request_finished(self, request: RequestView, aborted: bool) -> None:
         """vLLM finished a request and frees its blocks next: pin what its final store will read (L2)."""
@@ -386,9 +389,9 @@ class OffloadingConnectorScheduler:
         return Offer(state, first, end, state.keys[0].anew(first, first + len(blocks) // per_chunk), blocks)
 
     def _note_accepted(self, offer: Offer, num_accepted: int) -> None:
-        """`num_accepted` leading chunks of an offer need no further one."""
+        """`num_accepted` leading keys of an offer need no further one."""
         state = offer.state
-        state.next_chunk = offer.first_chunk + num_accepted
+        state.next_chunk = offer.chunk_after(num_accepted)
         state.offered_chunks = offer.end
         if state.next_chunk == offer.end:
             state.declines = 0
@@ -415,7 +418,7 @@ class OffloadingConnectorScheduler:
         """Offer the chunks of a step to the manager; what it takes becomes one job."""
         prepared = self._manager.prepare_stores([(offer.keys, offer.state.ctx) for offer in offers])
         states: list[RequestState] = []
-        blocks: list[BlockView] = []
+        chosen: list[tuple[Offer, Sequence[OffloadKey]]] = []
         end = 0
         for offer, accepted, taken in zip(offers, prepared.accepted, prepared.taken, strict=True):
             self._note_accepted(offer, accepted)
@@ -424,24 +427,32 @@ class OffloadingConnectorScheduler:
             end += taken
             states.append(offer.state)
             offer.state.lifecycle.advance(_SUBMIT)
-            whole = taken == len(offer.keys)
-            keys = offer.keys if whole else prepared.keys[end - taken : end]
-            blocks += offer.blocks if whole else blocks_of_keys(keys, offer.keys, offer.blocks, self._per_chunk)
+            keys = offer.keys if taken == len(offer.keys) else prepared.keys[end - taken : end]
+            chosen.append((offer, keys))
             if self._events is not None:
                 self._hold_events(self._events, offer, keys)
         if not states:
             return
+        blocks, transfers = self._plan_copies(chosen, prepared.block_ids)
         self._pins.pin(blocks)
         record = self._jobs.add_store(states, prepared, blocks, self._deadline())
-        transfer = GroupTransfer(0, list(prepared.block_ids), [block.block_id for block in blocks])
-        self._message.stores.append(DeviceJob(record.job_id, "", [transfer]))
+        self._message.stores.append(DeviceJob(record.job_id, "", transfers))
+
+    def _plan_copies(
+        self, chosen: Sequence[tuple[Offer, Sequence[OffloadKey]]], rows: Sequence[int]
+    ) -> tuple[list[BlockView], list[GroupTransfer]]:
+        """The device blocks of what the manager took of each offer, and their way into `rows`."""
+        blocks: list[BlockView] = []
+        for offer, keys in chosen:
+            whole = len(keys) == len(offer.keys)
+            blocks += offer.blocks if whole else blocks_of_keys(keys, offer.keys, offer.blocks, self._per_chunk)
+        return blocks, [GroupTransfer(0, list(rows), [block.block_id for block in blocks])]
 
     @staticmethod
     def _hold_events(events: EventLedger, offer: Offer, keys: Collection[OffloadKey]) -> None:
         """This request knows the tokens of the chunks that it stores; until the store has ended."""
         stored = set(keys)
-        chunks = enumerate(offer.keys, offer.first_chunk)
-        events.hold(offer.state.request, [pair for pair in chunks if pair[1] in stored])
+        events.hold(offer.state.request, [pair for pair in offer.numbered_keys() if pair[1] in stored])
 
     def _pin_final_chunks(self, state: RequestState, written_tokens: int) -> None:
         hashed = len(state.request.block_hashes) * self._shape.hash_tokens
@@ -592,8 +603,8 @@ class OffloadingConnectorScheduler:
         """Requests over these blocks computed on garbage: what they store in flight must not count (D1)."""
         assert self._resolve_blocks is not None
         for state in self._requests.values():
-            blocks = self._resolve_blocks(state.req_id)[0] if state.lifecycle.allows(Event.FINISH) else ()
-            if any(block.block_id in invalid_block_ids for block in blocks):
+            tables = self._resolve_blocks(state.req_id) if state.lifecycle.allows(Event.FINISH) else ()
+            if any(block.block_id in invalid_block_ids for table in tables for block in table):
                 valid = state.request.num_computed_tokens
                 state.written_tokens = min(state.written_tokens, valid)
                 state.next_chunk = min(state.next_chunk, valid // self._shape.chunk_tokens)

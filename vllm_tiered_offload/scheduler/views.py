@@ -67,15 +67,35 @@ class StepView:
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """Token granularity of one KV group.
+    """Token granularity of one KV group, and how far back its attention reads.
 
     `block_tokens` a device block, `chunk_tokens` a chunk (= blocks_per_chunk blocks), `hash_tokens` an entry of
     `block_hashes`. A chunk's key is made of the hash at its last token.
+
+    At most one of the last two is set: `window`, a token attends to itself and the `window - 1` before it (sliding
+    window); `local_span`, it attends to what came before it in its own span of that many tokens (chunked local
+    attention). vLLM puts the placeholder block in place of whole blocks that are out of reach.
     """
 
     block_tokens: int
     chunk_tokens: int
     hash_tokens: int
+    group_idx: int = 0
+    window: int | None = None
+    local_span: int | None = None
+
+    def first_needed(self, position: int) -> int:
+        """The first token whose KV a token at `position` reads. Never falls as `position` grows."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        if self.local_span is not None:
+            return position - position % self.local_span
+        return 0
+
+    @property
+    def reads_all(self) -> bool:
+        """Full attention: a hit needs every chunk from the start."""
+        return self.window is None and self.local_span is None
 
     @property
     def hashes_per_chunk(self) -> int:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.contract.keys import OffloadKey, split_offload_key
 from vllm_tiered_offload.contract.managers import ResidencyEvent
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class Announcement:
     payloads: tuple[ChunkPayload, ...]
 
 
-Describe = Callable[[Any, int], ChunkPayload]
-"""The payload of a request's chunk, by its index."""
+Describe = Callable[[Any, int, int], ChunkPayload]
+"""The payload of a request's chunk, by KV group and its index there."""
 
 
 @dataclass(slots=True)
@@ -97,15 +97,15 @@ class EventLedger:
         for chunk, key in chunks:
             entry = self._entries.get(key)
             if entry is None:
-                payload = self._read(request, chunk)
+                payload = self._read(request, key, chunk)
                 if payload is None:
                     continue
                 entry = self._entries[key] = _Entry(payload)
             entry.holds += 1
 
-    def _read(self, request: Any, chunk: int) -> ChunkPayload | None:
+    def _read(self, request: Any, key: OffloadKey, chunk: int) -> ChunkPayload | None:
         try:
-            return self._describe(request, chunk)
+            return self._describe(request, split_offload_key(key)[1], chunk)
         except Exception:  # events are an extra: they must not cost a store, which is half made at this point
             if not self._told_of_trouble:
                 self._told_of_trouble = True

@@ -1,0 +1,207 @@
+"""What a hit needs of each KV group: lookup, store mask and vLLM's own allocation agree."""
+
+from collections.abc import Callable
+from math import lcm
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_tiered_offload.contract.jobs import LookupResult
+from vllm_tiered_offload.scheduler.groups import (
+    first_loaded_block,
+    longest_hit,
+    needed_chunks,
+    plan_chunk,
+    plan_load_of_group,
+    plan_stores,
+    stored_chunks,
+    stored_from,
+    stride_of,
+    why_wait,
+)
+from vllm_tiered_offload.scheduler.lookup_planner import ChunkRange
+from vllm_tiered_offload.scheduler.views import GroupShape
+
+from .harness import Block
+
+
+def full(block: int = 4, per_chunk: int = 1, group: int = 0) -> GroupShape:
+    return GroupShape(block, block * per_chunk, 4, group)
+
+
+def sliding(window: int, block: int = 4, per_chunk: int = 1, group: int = 1) -> GroupShape:
+    return GroupShape(block, block * per_chunk, 4, group, window=window)
+
+
+def local(span: int, block: int = 4, per_chunk: int = 1, group: int = 2) -> GroupShape:
+    return GroupShape(block, block * per_chunk, 4, group, local_span=span)
+
+
+ANY_SHAPE = st.builds(
+    lambda kind, reach, block, per_chunk: kind(reach, block, per_chunk),
+    st.sampled_from([sliding, local, lambda _reach, block, per_chunk: full(block, per_chunk)]),
+    st.integers(1, 40),
+    st.sampled_from([4, 8, 12]),
+    st.integers(1, 4),
+)
+
+
+def vllm_manager(shape: GroupShape) -> Any:
+    """vLLM's manager of such a group: what it gives up is what no later token reads."""
+    import torch
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.single_type_kv_cache_manager import (
+        ChunkedLocalAttentionManager,
+        FullAttentionManager,
+        SlidingWindowManager,
+    )
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+
+    common: dict[str, Any] = {
+        "block_size": shape.block_tokens,
+        "num_kv_heads": 1,
+        "head_size": 8,
+        "dtype": torch.bfloat16,
+    }
+    pool = BlockPool(8, enable_caching=True, hash_block_size=4)
+    kinds: dict[str, Callable[[], tuple[Any, Any]]] = {
+        "window": lambda: (SlidingWindowManager, SlidingWindowSpec(sliding_window=shape.window or 0, **common)),
+        "span": lambda: (
+            ChunkedLocalAttentionManager,
+            ChunkedLocalAttentionSpec(attention_chunk_size=shape.local_span or 0, **common),
+        ),
+        "full": lambda: (FullAttentionManager, FullAttentionSpec(**common)),
+    }
+    kind, spec = kinds["window" if shape.window else "span" if shape.local_span else "full"]()
+    return kind(
+        kv_cache_spec=spec,
+        block_pool=pool,
+        enable_caching=True,
+        kv_cache_group_id=0,
+        scheduler_block_size=shape.block_tokens,
+    )
+
+
+@pytest.mark.parametrize("shape", [full(), sliding(32, 16), sliding(5), sliding(9, 8), local(8), local(12, 8)])
+def test_case_33_reach_is_that_of_vllm_at_every_token_count(shape: GroupShape) -> None:
+    """One token less or more in `first_needed` fails it."""
+    manager = vllm_manager(shape)
+    for position in range(200):
+        assert shape.first_needed(position) == manager.get_num_skipped_tokens(position)
+
+
+def test_case_33_tokens_kept_beyond_the_window_count() -> None:
+    """Block 16, window 32, 3 extra retained tokens, a hit of 64 tokens: vLLM keeps blocks 1 to 3 of it.
+
+    Fails when the extra tokens are left out of the window: block 1 then would not be loaded.
+    """
+    import torch
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+    from vllm_tiered_offload.connector.views import group_shapes
+
+    spec = SlidingWindowSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=32, extra_retained_tokens=3
+    )
+    config = KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], spec)], hash_block_size=16)
+    (shape,) = group_shapes(None, config, 1)
+    skipped = SlidingWindowManager.get_num_skipped_tokens
+    for position in range(200):
+        wanted = skipped(type("M", (), {"sliding_window": 32, "extra_retained_tokens": 3})(), position)
+        assert shape.first_needed(position) == wanted
+    assert first_loaded_block(shape, 0, 64) == 30 // 16
+    assert [chunk for number in range(4) for _, chunk in stored_chunks([shape], number, 16)] == [0, 1, 2, 3]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ANY_SHAPE, min_size=1, max_size=3), st.integers(0, 6), st.integers(1, 6))
+def test_case_32_what_the_store_policy_writes_is_all_that_any_hit_reads(
+    shapes: list[GroupShape], local_strides: int, more: int
+) -> None:
+    """Every block that a hit loads was stored, and every chunk that is stored is of use to the hit at its stride's end.
+
+    Fails when `stored_from` looks one block too far, or when a chunk is left out of the mask that the window touches.
+    """
+    stride = stride_of(shapes).chunk_tokens
+    begin, end = local_strides * stride, (local_strides + more) * stride
+    for shape in shapes:
+        per_chunk = shape.blocks_per_chunk
+        stored = {chunk for number in range(end // stride) for one, chunk in stored_chunks([shape], number, stride)}
+        chunks = needed_chunks(shape, begin, end)
+        loaded = range(first_loaded_block(shape, begin, end), end // shape.block_tokens)
+        assert {block // per_chunk for block in loaded} == set(range(chunks.first, chunks.end))
+        for block in loaded:
+            assert block // per_chunk in stored
+            assert block % per_chunk >= stored_from(shape, block // per_chunk, stride)
+        for chunk in stored:
+            hit = -(-(chunk + 1) * shape.chunk_tokens // stride) * stride
+            first = chunk * per_chunk + stored_from(shape, chunk, stride)
+            assert first == max(first_loaded_block(shape, 0, hit), chunk * per_chunk)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_longest_hit_is_the_one_that_trying_every_end_finds(data: st.DataObject) -> None:
+    """Against the definition, for any pattern of missing chunks."""
+    shapes = data.draw(st.lists(ANY_SHAPE, min_size=1, max_size=3))
+    stride = lcm(*(shape.chunk_tokens for shape in shapes))
+    begin = data.draw(st.integers(0, 2)) * stride
+    limit = begin + data.draw(st.integers(0, 5)) * stride + data.draw(st.integers(0, stride - 1))
+    missing = [data.draw(st.sets(st.integers(0, limit // shape.chunk_tokens + 1), max_size=4)) for shape in shapes]
+    gone = {id(shape): chunks for shape, chunks in zip(shapes, missing, strict=True)}
+
+    def find(shape: GroupShape, chunks: ChunkRange) -> int:
+        present = [chunk not in gone[id(shape)] for chunk in range(chunks.first, chunks.end)]
+        return present.index(False) if False in present else len(present)
+
+    def is_hit(end: int) -> bool:
+        ranges = [(shape, needed_chunks(shape, begin, end)) for shape in shapes]
+        return all(chunks.empty or find(shape, chunks) == chunks.end - chunks.first for shape, chunks in ranges)
+
+    ends = [end for end in range(begin + stride, limit + 1, stride) if is_hit(end)]
+    found = longest_hit(shapes, stride, begin, limit, find)
+    assert (found if found > begin else None) == (ends[-1] if ends else None)
+
+
+def test_a_chunk_whose_window_vllm_gave_up_is_not_stored() -> None:
+    """Case 17: the window moved on while its store was refused. A placeholder is never stored."""
+    null, blocks = Block(0, is_null=True), [Block(index) for index in range(1, 5)]
+    shape = sliding(5, per_chunk=2)
+    whole = plan_chunk(shape, 1, 8, [null, null, *blocks])
+    assert whole is not None
+    assert (whole.first_sub_block, [block.block_id for block in whole.blocks]) == (1, [2])
+    assert plan_chunk(shape, 0, 8, [null, null, *blocks]) is None
+    assert plan_chunk(shape, 0, 8, [null, *blocks]) is not None  # its first block is out of every hit's reach
+    assert plan_chunk(shape, 3, 8, [null, null, *blocks]) is None  # not there yet
+    assert plan_chunk(full(per_chunk=2), 0, 8, [null, *blocks]) is None
+
+
+def test_chunks_of_a_group_share_a_transfer_unless_their_front_is_left_out() -> None:
+    blocks = [Block(index) for index in range(1, 9)]
+    both = full(per_chunk=2), sliding(5, per_chunk=2)
+    planned = [plan_chunk(shape, chunk, 8, blocks) for chunk in range(2) for shape in both]
+    transfers = plan_stores([chunk for chunk in planned if chunk is not None], [70, 71, 72, 73])
+    assert [(t.group_idx, t.rows, t.device_block_ids, t.first_sub_block) for t in transfers] == [
+        (0, [70, 72], [1, 2, 3, 4], 0),
+        (1, [71], [2], 1),
+        (1, [73], [4], 1),
+    ]
+
+
+def test_case_19_range_comes_from_token_counts() -> None:
+    """A window of which the device has a part: only what is missing is loaded, whatever the blocks' hashes say."""
+    table = [Block(0, is_null=True), *[Block(index) for index in range(1, 6)]]
+    transfer = plan_load_of_group(sliding(13, per_chunk=2), 12, 24, [7, 8], table)
+    assert transfer is not None
+    assert (transfer.device_block_ids, transfer.first_sub_block, transfer.rows) == ([3, 4, 5], 1, [7, 8])
+    assert plan_load_of_group(full(), 0, 24, list(range(6)), table) is None  # vLLM holds less than full attention needs
+
+
+def test_waiting_has_the_reason_that_takes_longer() -> None:
+    hit, pending, retry = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY
+    assert why_wait([hit, hit]) is None
+    assert why_wait([hit, pending]) is pending
+    assert why_wait([pending, retry, hit]) is retry

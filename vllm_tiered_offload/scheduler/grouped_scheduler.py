@@ -1,0 +1,270 @@
+"""The scheduler half for models whose KV cache is not one full-attention group.
+
+Everything that does not ask which blocks a hit needs is the base class's; requests are counted in strides there (see
+`scheduler.groups`), and an offer of some strides carries the chunks of all groups, stride by stride, so that a part
+that was taken is a part of the prefix.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from vllm_tiered_offload.contract.jobs import LookupResult
+from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.contract.lifecycle import Event
+from vllm_tiered_offload.contract.managers import OffloadingManager
+from vllm_tiered_offload.contract.messages import DeviceJob, GroupTransfer
+from vllm_tiered_offload.scheduler.groups import (
+    StoredChunk,
+    longest_hit,
+    needed_chunks,
+    plan_chunk,
+    plan_load_of_group,
+    plan_stores,
+    stored_chunks,
+    stride_of,
+    why_wait,
+)
+from vllm_tiered_offload.scheduler.load_planner import tokens_by_medium
+from vllm_tiered_offload.scheduler.lookup_planner import ChunkRange, lookup_range
+from vllm_tiered_offload.scheduler.request_state import ChunkKeys, Offer, RequestState, Reservation
+from vllm_tiered_offload.scheduler.scheduler import ASK_AGAIN, NOTHING, OffloadingConnectorScheduler
+from vllm_tiered_offload.scheduler.views import BlockTables, BlockView, GroupShape, RequestView
+from vllm_tiered_offload.settings import Settings
+
+
+@dataclass(slots=True, eq=False)
+class GroupedOffer(Offer):
+    """Strides [first_chunk, covered) of one request, as far as they can still be stored: `chunks[i]` has `keys[i]`."""
+
+    covered: int
+    chunks: list[StoredChunk]
+    stride_tokens: int
+
+    def chunk_after(self, num_keys: int) -> int:
+        if num_keys == len(self.chunks):
+            return self.covered
+        chunk = self.chunks[num_keys]
+        return chunk.chunk * chunk.shape.chunk_tokens // self.stride_tokens
+
+    def numbered_keys(self) -> Iterable[tuple[int, OffloadKey]]:
+        return ((chunk.chunk, key) for chunk, key in zip(self.chunks, self.keys, strict=True))
+
+    def chunks_of(self, keys: Sequence[OffloadKey]) -> Iterator[StoredChunk]:
+        """The chunks of `keys`, a subsequence of the offer's."""
+        wanted = iter(keys)
+        want = next(wanted, None)
+        for chunk, key in zip(self.chunks, self.keys, strict=True):
+            if key == want:
+                yield chunk
+                want = next(wanted, None)
+
+
+@dataclass(slots=True)
+class _Question:
+    """What the manager said about one request's chunks in the course of one lookup."""
+
+    manager: OffloadingManager
+    state: RequestState
+    keys: dict[int, ChunkKeys]  # by group
+    answers: dict[OffloadKey, LookupResult] = field(default_factory=dict)
+
+    def slice(self, shape: GroupShape, chunks: ChunkRange) -> list[OffloadKey]:
+        return self.keys[shape.group_idx].slice(chunks.first, chunks.end)
+
+    def present(self, shape: GroupShape, chunks: ChunkRange) -> int:
+        """How many leading chunks are there, or may yet turn out to be."""
+        return self._leading(shape, chunks, lambda answer: answer is not LookupResult.MISS)
+
+    def readable(self, shape: GroupShape, chunks: ChunkRange) -> int:
+        """How many leading chunks are readable now."""
+        return self._leading(shape, chunks, lambda answer: answer is LookupResult.HIT)
+
+    def _leading(self, shape: GroupShape, chunks: ChunkRange, counts: Any) -> int:
+        keys = self.slice(shape, chunks)
+        for index, key in enumerate(keys):
+            if key not in self.answers:
+                self._ask(keys[index:])
+            if not counts(self.answers[key]):
+                return index
+        return len(keys)
+
+    def _ask(self, keys: Sequence[OffloadKey]) -> None:
+        """Behind a miss nobody has looked: only what comes before it, and the miss itself, is an answer."""
+        for key, answer in zip(keys, self.manager.lookup(keys, self.state.ctx), strict=True):
+            self.answers[key] = answer
+            if answer is LookupResult.MISS:
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A group's part of a hit."""
+
+    shape: GroupShape
+    chunks: ChunkRange
+    keys: list[OffloadKey]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedReservation(Reservation):
+    """`prepared` holds the keys of `parts`, one behind the other; the hit ends at token `end`."""
+
+    parts: tuple[_Part, ...]
+    end: int
+
+
+class GroupedScheduler(OffloadingConnectorScheduler):
+    """`shapes`: the offloaded KV groups. All other arguments are the base class's."""
+
+    def __init__(
+        self, settings: Settings, manager: OffloadingManager, shapes: Sequence[GroupShape], **options: Any
+    ) -> None:
+        super().__init__(settings, manager, stride_of(shapes), **options)
+        # Full attention first: its answer bounds what is asked of the others.
+        self._shapes = sorted(shapes, key=lambda shape: not shape.reads_all)
+        self._stride = self._shape.chunk_tokens
+
+    def _keys_of(self, request: RequestView) -> tuple[ChunkKeys, ...]:
+        return tuple(ChunkKeys(request, shape.group_idx, shape) for shape in self._shapes)
+
+    # ---- lookup and load ---------------------------------------------------------------------------------------
+
+    def _look_up(self, state: RequestState, num_computed_tokens: int) -> tuple[int | None, bool]:
+        limit_tokens = state.params.max_load_tokens
+        strides = lookup_range(state.request.num_tokens, num_computed_tokens, self._stride, limit_tokens)
+        if strides.empty:
+            return NOTHING
+        self._stats.count("lookup_tokens_total", state.request.num_tokens - num_computed_tokens)
+        question = _Question(self._manager, state, self._keys_by_group(state))
+        limit = strides.end * self._stride
+        end = longest_hit(self._shapes, self._stride, num_computed_tokens, limit, question.present)
+        parts = self._parts(question, num_computed_tokens, end)
+        answers = [question.answers[key] for part in parts for key in part.keys]
+        if self._should_wait(state, parts, answers):
+            return ASK_AGAIN
+        if answers.count(LookupResult.HIT) < len(answers):
+            end = longest_hit(self._shapes, self._stride, num_computed_tokens, end, question.readable)
+            parts = self._parts(question, num_computed_tokens, end)
+        return self._reserve(state, num_computed_tokens, end, parts)
+
+    def _keys_by_group(self, state: RequestState) -> dict[int, ChunkKeys]:
+        return {shape.group_idx: keys for shape, keys in zip(self._shapes, state.keys, strict=True)}
+
+    def _parts(self, question: _Question, local_tokens: int, end: int) -> tuple[_Part, ...]:
+        """All that a hit at `end` needs; nothing where that is no hit."""
+        if end <= local_tokens:
+            return ()
+        ranges = [(shape, needed_chunks(shape, local_tokens, end)) for shape in self._shapes]
+        parts = [_Part(shape, chunks, question.slice(shape, chunks)) for shape, chunks in ranges if not chunks.empty]
+        for part in parts if self._events is not None else ():
+            answers = [question.answers[key] for key in part.keys]
+            self._note_found(self._events, question.state, part.chunks.first, part.keys, answers)
+        return tuple(parts)
+
+    def _should_wait(self, state: RequestState, parts: Sequence[_Part], answers: Sequence[LookupResult]) -> bool:
+        reason = why_wait(answers)
+        # Somebody else is loading this very prefix: soon it is a device hit, and one load serves everybody.
+        if reason is None and parts and self._jobs.is_loading(parts[0].keys[0]):
+            reason = LookupResult.HIT_PENDING
+        limits = self._settings.retry_timeout, self._settings.pending_timeout
+        return state.wait.should_wait(answers.count(LookupResult.HIT), reason, self._clock(), *limits)
+
+    def _reserve(
+        self, state: RequestState, local_tokens: int, end: int, parts: tuple[_Part, ...]
+    ) -> tuple[int | None, bool]:
+        """Pin the rows of a hit. All of them are readable: a row that is not after all makes it no hit."""
+        if end - local_tokens < max(self._settings.min_load_tokens, 1) or not parts:
+            return NOTHING
+        state.lifecycle.advance(Event.SUBMIT)
+        keys = [key for part in parts for key in part.keys]
+        prepared = self._manager.prepare_load(keys, state.ctx)
+        first = parts[0].chunks.first
+        state.reservation = GroupedReservation(prepared, local_tokens, first, parts, end)
+        self._reserving[state.req_id] = state
+        if len(prepared.keys) < len(keys):
+            self._release_reservation(state)
+            return NOTHING
+        return end - local_tokens, True
+
+    def _admit(self, state: RequestState, num_external_tokens: int) -> None:
+        strides = (state.local_tokens + num_external_tokens) // self._stride
+        state.admitted(strides)
+        keys_of = self._keys_by_group(state)
+        chunks = [one for stride in range(strides) for one in stored_chunks(self._shapes, stride, self._stride)]
+        keys = [key for shape, chunk in chunks for key in keys_of[shape.group_idx].slice(chunk, chunk + 1)]
+        self._manager.touch(keys, state.ctx)
+
+    def _start_load(self, state: RequestState, tables: BlockTables, num_external_tokens: int) -> bool:
+        reservation = state.reservation
+        if not isinstance(reservation, GroupedReservation):
+            return False
+        if reservation.num_computed_tokens + num_external_tokens != reservation.end:
+            return False
+        transfers = _plan_load(reservation, tables)
+        if transfers is None:
+            return False
+        state.reservation = None
+        self._reserving.pop(state.req_id, None)
+        record = self._jobs.add_load(state, reservation.prepared, self._deadline())
+        media = self._manager.hit_media(reservation.prepared.keys, state.ctx)
+        state.loaded_from = _loaded_from(reservation, media)
+        self._stats.count("loaded_tokens_total", num_external_tokens)
+        self._message.loads.append(DeviceJob(record.job_id, state.req_id, transfers))
+        return True
+
+    # ---- store -------------------------------------------------------------------------------------------------
+
+    def _cut_offer(self, state: RequestState, end: int, room: int) -> Offer:
+        """Strides up to `end`, or as many leading ones as may be pinned."""
+        assert self._resolve_blocks is not None
+        tables = self._resolve_blocks(state.ctx.req_id)
+        keys_of = self._keys_by_group(state)
+        offer = GroupedOffer(state, state.next_chunk, end, [], [], state.next_chunk, [], self._stride)
+        for stride in range(state.next_chunk, end):
+            planned = [
+                stored
+                for shape, chunk in stored_chunks(self._shapes, stride, self._stride)
+                if (stored := plan_chunk(shape, chunk, self._stride, tables[shape.group_idx])) is not None
+            ]
+            blocks = [block for stored in planned for block in stored.blocks]
+            if len(offer.blocks) + len(blocks) > room:
+                break
+            offer.blocks += blocks
+            offer.chunks += planned
+            offer.keys += [keys_of[one.shape.group_idx].slice(one.chunk, one.chunk + 1)[0] for one in planned]
+            offer.covered = stride + 1
+        return offer
+
+    def _plan_copies(
+        self, chosen: Sequence[tuple[Offer, Sequence[OffloadKey]]], rows: Sequence[int]
+    ) -> tuple[list[BlockView], list[GroupTransfer]]:
+        chunks: list[StoredChunk] = []
+        for offer, keys in chosen:
+            assert isinstance(offer, GroupedOffer)
+            chunks += offer.chunks_of(keys)
+        return [block for chunk in chunks for block in chunk.blocks], plan_stores(chunks, rows)
+
+
+def _loaded_from(reservation: GroupedReservation, media: Sequence[str]) -> dict[str, int]:
+    """How many of the loaded tokens each medium supplied, as the first group has it; what that one did not need at all
+    counts to where its window begins."""
+    part, num_tokens = reservation.parts[0], reservation.end - reservation.num_computed_tokens
+    tokens = tokens_by_medium(part.shape, reservation, media[: len(part.keys)], num_tokens)
+    tokens[media[0]] += num_tokens - sum(tokens.values())
+    return tokens
+
+
+def _plan_load(reservation: GroupedReservation, tables: BlockTables) -> list[GroupTransfer] | None:
+    """The copies of all groups, or None where vLLM allocated something else for one of them."""
+    rows = iter(reservation.prepared.block_ids)
+    transfers = []
+    for part in reservation.parts:
+        table = tables[part.shape.group_idx]
+        mine = list(islice(rows, len(part.keys)))
+        transfer = plan_load_of_group(part.shape, reservation.num_computed_tokens, reservation.end, mine, table)
+        if transfer is None:
+            return None
+        transfers.append(transfer)
+    return transfers

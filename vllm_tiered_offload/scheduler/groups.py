@@ -1,0 +1,140 @@
+"""Models whose KV cache is not one full-attention group: what a hit needs of each group. Pure functions of plain data.
+
+Rules.
+ - A prefix hit ends where every group has a chunk's end: at a multiple of the *stride*, the least common multiple of
+   the groups' chunks. Requests are counted in strides where a model with one full-attention group counts chunks.
+ - A hit that ends at token E needs, of each group, what the token at E reads: all before E with full attention, the
+   tail that lies within the window otherwise. The first token of that tail never moves back as E grows.
+ - So the earliest end for which a chunk can be of use is the end of its stride, and what that one needs of the chunk
+   (its last blocks, maybe none) is all that is ever stored of it, and all that any later hit reads. The blocks in
+   front, which vLLM may have given up by then, stay unwritten in the row.
+ - Which blocks vLLM holds after a hit follows from the same `first_needed`: lookup, store and allocation agree.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from vllm_tiered_offload.contract.jobs import LookupResult
+from vllm_tiered_offload.contract.messages import GroupTransfer
+from vllm_tiered_offload.scheduler.lookup_planner import ChunkRange
+from vllm_tiered_offload.scheduler.views import BlockView, GroupShape
+
+
+def stride_of(shapes: Sequence[GroupShape]) -> GroupShape:
+    """The granularity of hits, in the form of a group whose chunks are strides."""
+    tokens = lcm(*(shape.chunk_tokens for shape in shapes))
+    return GroupShape(tokens, tokens, shapes[0].hash_tokens)
+
+
+def needed_chunks(shape: GroupShape, local_tokens: int, end: int) -> ChunkRange:
+    """Chunks of a group that a hit at `end` reads and that a local prefix of `local_tokens` does not supply."""
+    return ChunkRange(first_loaded_block(shape, local_tokens, end) // shape.blocks_per_chunk, end // shape.chunk_tokens)
+
+
+def first_loaded_block(shape: GroupShape, local_tokens: int, end: int) -> int:
+    """The first block of a group that a load up to token `end` fills; all up to `end` follow."""
+    return max(local_tokens, shape.first_needed(end)) // shape.block_tokens
+
+
+def stored_from(shape: GroupShape, chunk: int, stride_tokens: int) -> int:
+    """The first block inside a chunk that any hit may read; blocks_per_chunk where none ever does."""
+    chunk_end = (chunk + 1) * shape.chunk_tokens
+    earliest_hit = -(-chunk_end // stride_tokens) * stride_tokens
+    per_chunk = shape.blocks_per_chunk
+    first = shape.first_needed(earliest_hit) // shape.block_tokens - chunk * per_chunk
+    return min(max(first, 0), per_chunk)
+
+
+def stored_chunks(shapes: Sequence[GroupShape], stride: int, stride_tokens: int) -> Iterator[tuple[GroupShape, int]]:
+    """The chunks of stride number `stride` that some hit may read, group by group."""
+    for shape in shapes:
+        count = stride_tokens // shape.chunk_tokens
+        for chunk in range(stride * count, (stride + 1) * count):
+            if stored_from(shape, chunk, stride_tokens) < shape.blocks_per_chunk:
+                yield shape, chunk
+
+
+Find = Callable[[GroupShape, ChunkRange], int]
+"""How many leading chunks of a range may count as present."""
+
+
+def longest_hit(shapes: Sequence[GroupShape], stride_tokens: int, local_tokens: int, limit: int, find: Find) -> int:
+    """The last end, a multiple of the stride and not above `limit`, for which `find` has all that a hit needs.
+
+    `local_tokens` or less: there is no hit.
+    """
+    end = limit - limit % stride_tokens
+    agreed = 0  # groups in a row that have all they need at `end`
+    index = 0
+    while agreed < len(shapes) and end > local_tokens:
+        shape = shapes[index % len(shapes)]
+        chunks = needed_chunks(shape, local_tokens, end)
+        present = find(shape, chunks) if not chunks.empty else 0
+        if chunks.empty or present == chunks.end - chunks.first:
+            agreed += 1
+            index += 1
+            continue
+        # No end above the start of the missing chunk will do: each would need it too.
+        missing = (chunks.first + present) * shape.chunk_tokens
+        end = missing - missing % stride_tokens
+        agreed = 0
+    return end
+
+
+def why_wait(results: Sequence[LookupResult]) -> LookupResult | None:
+    """What a hit still waits for: RETRY before HIT_PENDING before None."""
+    for reason in (LookupResult.RETRY, LookupResult.HIT_PENDING):
+        if reason in results:
+            return reason
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk to store: device blocks `blocks` go to its row from block `first_sub_block` of it on."""
+
+    shape: GroupShape
+    chunk: int
+    first_sub_block: int
+    blocks: Sequence[BlockView]
+
+
+def plan_chunk(shape: GroupShape, chunk: int, stride_tokens: int, table: Sequence[BlockView]) -> StoredChunk | None:
+    """How to store a chunk, or None when vLLM has given up (or never had) a block that a hit would read."""
+    first = stored_from(shape, chunk, stride_tokens)
+    begin, end = chunk * shape.blocks_per_chunk + first, (chunk + 1) * shape.blocks_per_chunk
+    blocks = table[begin:end]
+    if len(blocks) < end - begin or any(block.is_null for block in blocks):
+        return None
+    return StoredChunk(shape, chunk, first, blocks)
+
+
+def plan_stores(chunks: Sequence[StoredChunk], rows: Sequence[int]) -> list[GroupTransfer]:
+    """The copies of chunks into rows: one a group, and one more for each row that is not filled from its start."""
+    transfers: list[GroupTransfer] = []
+    whole: dict[int, GroupTransfer] = {}
+    for chunk, row in zip(chunks, rows, strict=True):
+        group, ids = chunk.shape.group_idx, [block.block_id for block in chunk.blocks]
+        if chunk.first_sub_block:
+            transfers.append(GroupTransfer(group, [row], ids, chunk.first_sub_block))
+        elif group in whole:
+            whole[group].rows.append(row)
+            whole[group].device_block_ids += ids
+        else:
+            whole[group] = GroupTransfer(group, [row], ids)
+    return [*whole.values(), *transfers]
+
+
+def plan_load_of_group(
+    shape: GroupShape, local_tokens: int, end: int, rows: Sequence[int], table: Sequence[BlockView]
+) -> GroupTransfer | None:
+    """The copy of a group's part of a load up to token `end`, or None where vLLM allocated something else.
+
+    The range comes from token counts alone, never from which blocks carry a hash.
+    """
+    first, last = first_loaded_block(shape, local_tokens, end), end // shape.block_tokens
+    target = [block.block_id for block in table[first:last] if not block.is_null]
+    if len(target) != last - first:
+        return None
+    return GroupTransfer(shape.group_idx, list(rows), target, first % shape.blocks_per_chunk)
