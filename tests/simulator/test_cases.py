@@ -292,7 +292,7 @@ def test_case_15_tier_full_of_pinned_rows(simulate: Simulate, depth: int) -> Non
     assert 0 < len(offers) <= 8
     sim.release_copies()
     step_until(sim, lambda: sim.live["b"].num_output_tokens >= 20)
-    table = list(sim.runner.sequences["b"].blocks)
+    table = list(sim.runner.sequences["b"].blocks[0])
     stored = sim.blocks_moved("store", "b")
     assert stored
     assert stored == table[: len(stored)]

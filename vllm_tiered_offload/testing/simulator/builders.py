@@ -28,7 +28,14 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -127,13 +134,27 @@ def for_rank(built: VllmConfig, rank: int) -> VllmConfig:
     return mine
 
 
-def kv_cache_config(config: SimConfig, layers: list[str]) -> KVCacheConfig:
-    """One full-attention group over all layers."""
-    head_size = config.slot_bytes // 4  # K and V, two bytes each
-    spec = FullAttentionSpec(block_size=config.block_size, num_kv_heads=1, head_size=head_size, dtype=torch.bfloat16)
-    return KVCacheConfig(
-        num_blocks=config.num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(layers, spec)]
-    )
+def kv_cache_config(config: SimConfig, layers: list[list[str]]) -> KVCacheConfig:
+    """The KV groups over their layers; nothing in it needs the tensors themselves."""
+    groups = [KVCacheGroupSpec(names, _spec(config, index)) for index, names in enumerate(layers)]
+    built = KVCacheConfig(num_blocks=config.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    built.hash_block_size = config.hash_tokens
+    return built
+
+
+def _spec(config: SimConfig, index: int) -> KVCacheSpec:
+    group = config.groups[index]
+    shape: dict[str, Any] = {
+        "block_size": config.block_tokens(index),
+        "num_kv_heads": 1,
+        "head_size": group.words_per_slot * 2,  # K and V, two bytes each
+        "dtype": torch.bfloat16,
+    }
+    if group.window is not None:
+        return SlidingWindowSpec(sliding_window=group.window, **shape)
+    if group.local_span is not None:
+        return ChunkedLocalAttentionSpec(attention_chunk_size=group.local_span, **shape)
+    return FullAttentionSpec(**shape)
 
 
 def scheduler(config: SimConfig, built: VllmConfig, kv_config: KVCacheConfig) -> Scheduler:
@@ -143,7 +164,8 @@ def scheduler(config: SimConfig, built: VllmConfig, kv_config: KVCacheConfig) ->
         vllm_config=built,
         kv_cache_config=kv_config,
         structured_output_manager=StructuredOutputManager(built),
-        block_size=config.block_size,
+        block_size=config.hit_tokens,
+        hash_block_size=config.hash_tokens,
         log_stats=config.log_stats,
     )
 

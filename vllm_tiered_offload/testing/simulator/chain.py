@@ -48,11 +48,11 @@ def sample(value: int) -> int:
 
 
 class SlotCode:
-    """Turns chain values into the words of every rank and layer."""
+    """Turns chain values into the words of every rank and layer of a KV group."""
 
-    def __init__(self, ranks: int, layers: int) -> None:
-        shape = (ranks, layers, 1, WORDS_PER_SLOT)
-        rng = np.random.default_rng(7)
+    def __init__(self, ranks: int, layers: int, group: int = 0, words_per_slot: int = WORDS_PER_SLOT) -> None:
+        shape = (ranks, layers, 1, words_per_slot)
+        rng = np.random.default_rng(7 + group)
         top = np.iinfo(np.uint64).max
         self._odd = rng.integers(0, top, shape, dtype=np.uint64) | np.uint64(1)
         self._salt = rng.integers(0, top, shape, dtype=np.uint64)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from math import gcd, lcm
 from typing import Any
 
 from vllm_tiered_offload.contract.geometry import ROW_ALIGNMENT, round_up
@@ -21,6 +22,23 @@ OURS = ("TieredOffloadConnector", "vllm_tiered_offload.connector.connector")
 
 
 @dataclass(frozen=True, slots=True)
+class SimGroup:
+    """One KV group. At most one of `window` (sliding) and `local_span` (chunked local attention) is set, in tokens.
+
+    `block_factor`: its blocks are that many times as long as `SimConfig.block_size`, and its slots as much smaller, so
+    that the blocks of all groups have one size in bytes.
+    """
+
+    window: int | None = None
+    local_span: int | None = None
+    block_factor: int = 1
+
+    @property
+    def words_per_slot(self) -> int:
+        return WORDS_PER_SLOT // self.block_factor
+
+
+@dataclass(frozen=True, slots=True)
 class SimConfig:
     """One engine. `connector` is (class name, module), None for vLLM without one."""
 
@@ -28,7 +46,8 @@ class SimConfig:
     block_size: int = 4
     num_blocks: int = 24  # device blocks, one of which vLLM keeps as its placeholder
     ranks: int = 1
-    layers: int = 2
+    layers: int = 2  # of each KV group; the groups' layers share the same tensors
+    groups: tuple[SimGroup, ...] = (SimGroup(),)
     token_budget: int = 16
     max_num_seqs: int = 6
     max_model_len: int = 512
@@ -50,8 +69,22 @@ class SimConfig:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one token position in one layer on one rank."""
+        """Bytes of one token position in one layer on one rank, in a group whose block factor is 1."""
         return WORDS_PER_SLOT * 8
+
+    def block_tokens(self, group: int) -> int:
+        """Tokens in a device block of a KV group."""
+        return self.block_size * self.groups[group].block_factor
+
+    @property
+    def hash_tokens(self) -> int:
+        """Tokens of one block hash."""
+        return gcd(*(self.block_tokens(group) for group in range(len(self.groups))))
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prefix hits of the device cache are multiples of this."""
+        return lcm(*(self.block_tokens(group) for group in range(len(self.groups))))
 
     @property
     def row_bytes(self) -> int:
@@ -92,24 +125,46 @@ class SimConfig:
         neighbour = f"{self.neighbour}{'<' if self.neighbour_first else '>'}" if self.neighbour else "none"
         return (
             f"depth={self.depth} block={self.block_size} blocks={self.num_blocks} ranks={self.ranks} "
+            f"groups={self._describe_groups()} "
             f"chunk={self.blocks_per_chunk} rows={self.cpu_chunks} tiers={self.tiers}{'+' * self.request_level} "
             f"policy={self.policy} prompt_only={self.offload_prompt_only} neighbour={neighbour} {self.lifecycle}"
         )
 
+    def _describe_groups(self) -> str:
+        kinds = [
+            f"w{one.window}" if one.window else f"l{one.local_span}" if one.local_span else "f" for one in self.groups
+        ]
+        return "+".join(f"{kind}x{one.block_factor}" for kind, one in zip(kinds, self.groups, strict=True))
+
+
+ONE_GROUP = (SimGroup(),)
+SEVERAL_GROUPS = (
+    (SimGroup(), SimGroup(window=9)),
+    (SimGroup(block_factor=2), SimGroup(window=7)),
+    (SimGroup(), SimGroup(window=21), SimGroup(window=21)),
+    (SimGroup(window=10),),
+    (SimGroup(), SimGroup(local_span=16)),
+    (SimGroup(), SimGroup(window=12, block_factor=2)),
+    (SimGroup(), SimGroup(window=5), SimGroup(local_span=8)),
+)
+
 
 def rotation() -> Iterator[SimConfig]:
-    """Endless: every combination that matters comes up, the rare ones (ranks, neighbour) less often."""
+    """Endless: every combination that matters comes up, the rare ones (ranks, neighbour, KV groups) less often."""
     shapes = [(4, 26), (8, 14), (16, 9)]  # (block size, device blocks): about 100 tokens, so that the pool is full
     for step, (depth, chunk, (block_size, num_blocks)) in enumerate(_forever([1, 2], [1, 2, 4], shapes)):
         tiers = (1, 0, 2)[step // 3 % 3]
+        # With tiers behind, few enough that chunks leave and come back.
+        rows = max(5, (96, 48, 72)[step % 3] // (chunk * block_size)) if tiers else (40, 8, 96)[step % 3]
+        groups = SEVERAL_GROUPS[step // 10 % len(SEVERAL_GROUPS)] if step % 10 == 2 else ONE_GROUP
         yield SimConfig(
             depth=depth,
             block_size=block_size,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks * len(groups),
+            groups=groups,
             ranks=2 if step % 4 == 3 else 1,
             blocks_per_chunk=chunk,
-            # With tiers behind, few enough that chunks leave and come back.
-            cpu_chunks=max(5, (96, 48, 72)[step % 3] // (chunk * block_size)) if tiers else (40, 8, 96)[step % 3],
+            cpu_chunks=rows * len(groups),
             tiers=tiers,
             request_level=tiers > 0 and step // 6 % 2 == 1,
             lifecycle=("strict", "tolerant")[step // 2 % 2],

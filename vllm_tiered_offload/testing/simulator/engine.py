@@ -74,7 +74,7 @@ class Simulation:
         self.live: dict[str, Any] = {}  # vLLM's Request of everything that has not finished
         self.eager = True  # depth 2: whether a batch runs before the next schedule()
         self.pool_full_steps = 0
-        self.tokens_loaded = 0  # tokens of all load jobs
+        self.tokens_loaded = 0  # tokens of all load jobs, in the first KV group
         self.jobs: deque[tuple[str, DeviceJob]] = deque(maxlen=1000)  # the last jobs sent: ("load" | "store", job)
         self._ids = count(1)
         self._numbers = count(1)
@@ -177,7 +177,7 @@ class Simulation:
         """
         req_id = req_id or f"r{next(self._ids)}"
         request = builders.request(
-            req_id, list(tokens), max_tokens, self.config.block_size, params, salt, skip_reading, session
+            req_id, list(tokens), max_tokens, self.config.hash_tokens, params, salt, skip_reading, session
         )
         self.live[req_id] = request
         self.outputs[req_id] = []
@@ -199,7 +199,7 @@ class Simulation:
     def continue_session(self, req_id: str, tokens: Sequence[int], max_tokens: int) -> None:
         """More input for a session that waits for it."""
         self.story.tell("continue", [req_id], f"{len(tokens)} tokens, up to {max_tokens} more")
-        more = builders.request(req_id, list(tokens), max_tokens, self.config.block_size, session=True)
+        more = builders.request(req_id, list(tokens), max_tokens, self.config.hash_tokens, session=True)
         self.scheduler.add_request(more)
 
     def end_sessions(self) -> None:
@@ -458,8 +458,9 @@ class Simulation:
             for job in jobs:
                 self.jobs.append((kind, job))
                 self.story.tell(kind, [job.req_id], f"job {job.job_id}", job.transfers)
-        blocks = sum(len(transfer.device_block_ids) for job in step.message.loads for transfer in job.transfers)
-        self.tokens_loaded += blocks * self.config.block_size
+        transfers = (transfer for job in step.message.loads for transfer in job.transfers)
+        blocks = sum(len(transfer.device_block_ids) for transfer in transfers if transfer.group_idx == 0)
+        self.tokens_loaded += blocks * self.config.block_tokens(0)
 
     def _tell_reported(self, step: Step) -> None:
         for job_id, ack in (step.report.acks if step.report else {}).items():

@@ -1,5 +1,8 @@
 """In place of the model: writes slots, reads them back, and answers with tokens that depend on every slot before.
 
+A layer reads what its kind of attention reaches: all slots before with full attention, those in its window otherwise;
+none of the others may matter, whatever they hold.
+
 Like vLLM's runner it keeps its own block tables and token lists, fed by the scheduler's outputs alone.
 """
 
@@ -28,10 +31,40 @@ class Sequence:
 
     req_id: str
     tokens: list[int]  # prompt and what was sampled so far
-    blocks: list[int]  # device block of each block position
+    blocks: list[list[int]]  # device block of each block position, by KV group
     epoch: int  # weights that `values` and `want` were computed with
     values: list[int] = field(default_factory=list)  # chain value per position, a prefix of `tokens`
-    want: chain.Words | None = None  # the words of `values`: [rank, layer, position, word], longer than needed
+    want: list[chain.Words] = field(
+        default_factory=list
+    )  # their words by group: [rank, layer, position, word], or more
+
+
+class GroupMemory:
+    """One KV group's view of the KV cache: its slots, what they must hold, and how far back its layers read."""
+
+    def __init__(self, config: SimConfig, index: int, kv: chain.Words) -> None:
+        self.index = index
+        self.block_tokens = config.block_tokens(index)
+        self._group = config.groups[index]
+        self.code = chain.SlotCode(config.ranks, config.layers, index, self._group.words_per_slot)
+        self.slots = kv.reshape(config.ranks, config.layers, -1, self._group.words_per_slot)  # by slot number
+        self._offsets = np.arange(self.block_tokens)
+
+    def slot_numbers(self, blocks: list[int]) -> Slots:
+        """The slot of each position of a block table."""
+        return (np.array(blocks, np.int64)[:, None] * self.block_tokens + self._offsets).ravel()
+
+    def first_read(self, position: int) -> int:
+        """The first position that a token at `position` attends to."""
+        if self._group.window is not None:
+            return max(0, position + 1 - self._group.window)
+        if self._group.local_span is not None:
+            return position // self._group.local_span * self._group.local_span
+        return 0
+
+    def block(self, block_id: int) -> chain.Words:
+        """[rank, layer, offset, word] of one device block."""
+        return self.slots[:, :, block_id * self.block_tokens : (block_id + 1) * self.block_tokens]
 
 
 class SimModelRunner:
@@ -43,28 +76,28 @@ class SimModelRunner:
     def __init__(self, config: SimConfig, story: Story) -> None:
         self.config = config
         self._story = story
-        self._code = chain.SlotCode(config.ranks, config.layers)
         shape = (config.ranks, config.layers, config.num_blocks, config.block_size, chain.WORDS_PER_SLOT)
         self.kv: chain.Words = np.full(shape, chain.POISON, dtype=np.uint64)
-        self._slots = self.kv.reshape(config.ranks, config.layers, -1, chain.WORDS_PER_SLOT)  # the same, by slot
-        self._offsets = np.arange(config.block_size)
+        self.groups = [GroupMemory(config, index, self.kv) for index in range(len(config.groups))]  # views of `kv`
         self.epoch = 0
         self.sequences: dict[str, Sequence] = {}  # requests the worker was told of, until it is told they finished
         self.before_write: WriteHook = lambda _req, _blocks, _changes: None
         self.slots_checked = 0
 
-    def layer_names(self) -> list[str]:
-        """Names of the attention layers."""
-        return [f"model.layers.{i}.self_attn.attn" for i in range(self.config.layers)]
+    def layer_names(self) -> list[list[str]]:
+        """Names of the attention layers, by KV group."""
+        layers, groups = self.config.layers, range(len(self.config.groups))
+        return [[f"model.layers.{g * layers + i}.self_attn.attn" for i in range(layers)] for g in groups]
 
     def tensors(self, rank: int) -> "dict[str, torch.Tensor]":
         """Rank `rank`'s KV cache, one [blocks, heads, tokens, 2 * head size] tensor of bfloat16 per layer."""
         import torch
 
-        shape = (self.config.num_blocks, 1, self.config.block_size, self.config.slot_bytes // 2)
+        shapes = [(self.config.num_blocks, 1, group.block_tokens, -1) for group in self.groups]
         return {
             name: torch.from_numpy(self.kv[rank, layer].view(np.int16).reshape(shape)).view(torch.bfloat16)
-            for layer, name in enumerate(self.layer_names())
+            for names, shape in zip(self.layer_names(), shapes, strict=True)
+            for layer, name in enumerate(names)
         }
 
     def new_weights(self) -> None:
@@ -81,15 +114,18 @@ class SimModelRunner:
         """Take over what the scheduler says of new, continued and resumed requests."""
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids or new.prompt_token_ids
-            self.sequences[new.req_id] = Sequence(new.req_id, list(tokens), list(new.block_ids[0]), self.epoch)
+            self.sequences[new.req_id] = Sequence(
+                new.req_id, list(tokens), [list(ids) for ids in new.block_ids], self.epoch
+            )
         cached = output.scheduled_cached_reqs
         for i, req_id in enumerate(cached.req_ids):
             sequence = self.sequences[req_id]
             new_blocks = cached.new_block_ids[i]
             if req_id in cached.resumed_req_ids:
-                sequence.blocks = list(new_blocks[0])
+                sequence.blocks = [list(ids) for ids in new_blocks]
             elif new_blocks is not None:
-                sequence.blocks.extend(new_blocks[0])
+                for blocks, ids in zip(sequence.blocks, new_blocks, strict=True):
+                    blocks.extend(ids)
             if req_id in cached.all_token_ids:
                 # Not part of the previous step: what was sampled meanwhile may have been dropped (a reset).
                 self._replace_tokens(sequence, cached.all_token_ids[req_id])
@@ -109,71 +145,74 @@ class SimModelRunner:
         for req_id in req_ids:
             self.sequences.pop(req_id, None)
 
-    def expected(self, req_id: str, start: int, end: int) -> chain.Words | None:
+    def expected(self, req_id: str, start: int, end: int, group: int = 0) -> chain.Words | None:
         """What positions start..end of a known request must hold now; None if its tokens do not reach that far."""
         sequence = self.sequences.get(req_id)
         if sequence is None or len(sequence.tokens) < end:
             return None
-        return self._want(sequence, end)[:, :, start:end]
+        return self._want(sequence, end)[group][:, :, start:end]
 
-    def words_for(self, tokens: list[int]) -> chain.Words:
+    def words_for(self, tokens: list[int], group: int = 0) -> chain.Words:
         """What a prefix of these tokens must hold, whoever computed it: [rank, layer, position, word]."""
         values: list[int] = []
         chain.extend(values, tokens, self.epoch)
-        return self._code.words(values)
+        return self.groups[group].code.words(values)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _run(self, sequence: Sequence, start: int, count: int) -> list[int]:
         end = start + count
-        if len(sequence.tokens) < end or len(sequence.blocks) * self.config.block_size < end:
+        reach = min(len(ids) * group.block_tokens for ids, group in zip(sequence.blocks, self.groups, strict=True))
+        if len(sequence.tokens) < end or reach < end:
             raise self._story.violation(
                 "runner", f"scheduled up to {end}: {len(sequence.tokens)} tokens, blocks {sequence.blocks}",
                 sequence.req_id,
             )  # fmt: skip
         want = self._want(sequence, end)
-        slots = (np.array(sequence.blocks)[:, None] * self.config.block_size + self._offsets).ravel()
-        if start:
-            self._check(sequence, want[:, :, :start], slots[:start])
-        self._write(sequence, want[:, :, start:end], slots[start:end], start)
+        for group, blocks, words in zip(self.groups, sequence.blocks, want, strict=True):
+            slots, first = group.slot_numbers(blocks), group.first_read(start)
+            if first < start:
+                self._check(sequence, group, words[:, :, first:start], slots[first:start], first)
+            self._write(sequence, group, words[:, :, start:end], slots[start:end], start)
         if end < len(sequence.tokens):
             return []
         token = chain.sample(sequence.values[end - 1])
         sequence.tokens.append(token)
         return [token]
 
-    def _check(self, sequence: Sequence, want: chain.Words, slots: Slots) -> None:
-        """The slots before the ones that this step writes hold what they must."""
-        got = self._slots[:, :, slots]
+    def _check(self, sequence: Sequence, group: GroupMemory, want: chain.Words, slots: Slots, first: int) -> None:
+        """The slots that this step reads and does not write hold what they must; they are those from `first` on."""
+        got = group.slots[:, :, slots]
         self.slots_checked += len(slots)
         if (got == want).all():
             return
         rank, layer, position, word = (int(i) for i in np.argwhere(got != want)[0])
         raise self._story.violation(
             "bytes",
-            f"request {sequence.req_id} position {position} of {len(slots)} (rank {rank}, layer {layer}, block "
-            f"{slots[position] // self.config.block_size}): "
-            f"{self.describe(rank, layer, int(got[rank, layer, position, word]))}; block table {sequence.blocks}",
+            f"request {sequence.req_id} position {first + position} of {first + len(slots)} (group {group.index}, "
+            f"rank {rank}, layer {layer}, block {slots[position] // group.block_tokens}): "
+            f"{self.describe(rank, layer, int(got[rank, layer, position, word]), group.index)}; "
+            f"block table {sequence.blocks[group.index]}",
             sequence.req_id,
         )
 
-    def _write(self, sequence: Sequence, new: chain.Words, slots: Slots, start: int) -> None:
-        size = self.config.block_size
-        touched = sequence.blocks[start // size : -(-(start + len(slots)) // size)]
-        self.before_write(sequence.req_id, touched, lambda: not (self._slots[:, :, slots] == new).all())
-        self._slots[:, :, slots] = new
+    def _write(self, sequence: Sequence, group: GroupMemory, new: chain.Words, slots: Slots, start: int) -> None:
+        size = group.block_tokens
+        touched = sequence.blocks[group.index][start // size : -(-(start + len(slots)) // size)]
+        self.before_write(sequence.req_id, touched, lambda: not (group.slots[:, :, slots] == new).all())
+        group.slots[:, :, slots] = new
 
-    def _want(self, sequence: Sequence, end: int) -> chain.Words:
+    def _want(self, sequence: Sequence, end: int) -> list[chain.Words]:
+        """What positions up to `end`, at least, must hold, by group."""
         if sequence.epoch != self.epoch:
             sequence.values.clear()
             sequence.epoch = self.epoch
         known = len(sequence.values)
         if known < end:
             chain.extend(sequence.values, sequence.tokens[known:], sequence.epoch)
-            new = self._code.words(sequence.values[known:])
-            old = sequence.want[:, :, :known] if sequence.want is not None else new[:, :, :0]
-            sequence.want = np.concatenate([old, new], axis=2)
-        assert sequence.want is not None
+            new = [group.code.words(sequence.values[known:]) for group in self.groups]
+            old = [words[:, :, :known] for words in sequence.want] or [words[:, :, :0] for words in new]
+            sequence.want = [np.concatenate(pair, axis=2) for pair in zip(old, new, strict=True)]
         return sequence.want
 
     def _replace_tokens(self, sequence: Sequence, tokens: list[int]) -> None:
@@ -185,15 +224,15 @@ class SimModelRunner:
         sequence.tokens = list(tokens)
         del sequence.values[same:]
 
-    def describe(self, rank: int, layer: int, word: int) -> str:
+    def describe(self, rank: int, layer: int, word: int, group: int = 0) -> str:
         """Whose word this is, if anybody's that is known."""
         if word == int(chain.POISON):
             return "poison: not written since the block was allocated"
         for sequence in self.sequences.values():
-            if sequence.want is None or not sequence.values:
+            if not sequence.want or not sequence.values:
                 continue
             for other_rank, other_layer, position, _ in np.argwhere(
-                sequence.want[:, :, : len(sequence.values)] == word
+                sequence.want[group][:, :, : len(sequence.values)] == word
             ):
                 return f"holds position {position} of {sequence.req_id} (rank {other_rank}, layer {other_layer})"
         return f"holds {word:#018x}, nobody's word now (rank {rank}, layer {layer})"

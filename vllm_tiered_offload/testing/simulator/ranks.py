@@ -62,7 +62,7 @@ class RankWorker:
     def __init__(self, connector: Any, rank: int, runner: SimModelRunner) -> None:
         self.connector = connector
         self.rank = rank
-        self._layers = runner.layer_names()
+        self._layers = [name for names in runner.layer_names() for name in names]
         self._tensors = runner.tensors(rank)
         self._load_after_forward = True
 

@@ -1,5 +1,6 @@
 """What a step stores, request by request: one store job carries the chunks of many."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from vllm_tiered_offload.contract.messages import DeviceJob, GroupTransfer, StepMessage
@@ -18,13 +19,30 @@ def stores_by_request(message: StepMessage, half: Any) -> list[DeviceJob]:
 def _parts(job: DeviceJob, record: JobRecord | None) -> list[DeviceJob]:
     if record is None or record.store is None:
         return [job]
-    (transfer,) = job.transfers
-    blocks_per_row = len(transfer.device_block_ids) // len(transfer.rows)
-    parts, begin = [], 0
-    for state, keys in zip(record.states, record.store.parts(), strict=True):
-        end = begin + len(keys)
-        blocks = transfer.device_block_ids[begin * blocks_per_row : end * blocks_per_row]
-        moved = GroupTransfer(transfer.group_idx, transfer.rows[begin:end], blocks)
-        parts.append(DeviceJob(job.job_id, state.req_id, [moved]))
-        begin = end
-    return parts
+    into = {row: part for transfer in job.transfers for row, part in _by_row(transfer)}
+    rows = iter(record.store.block_ids)
+    return [
+        DeviceJob(job.job_id, state.req_id, _joined([into[next(rows)] for _ in keys]))
+        for state, keys in zip(record.states, record.store.parts(), strict=True)
+    ]
+
+
+def _by_row(transfer: GroupTransfer) -> Iterator[tuple[int, GroupTransfer]]:
+    """What goes into each row; several rows are filled from their start on, to the end."""
+    per_row = len(transfer.device_block_ids) // len(transfer.rows)
+    for index, row in enumerate(transfer.rows):
+        blocks = transfer.device_block_ids[index * per_row : (index + 1) * per_row]
+        yield row, GroupTransfer(transfer.group_idx, [row], blocks, transfer.first_sub_block)
+
+
+def _joined(parts: list[GroupTransfer]) -> list[GroupTransfer]:
+    """One transfer for the rows of a group that are filled from their start on."""
+    joined: list[GroupTransfer] = []
+    for part in parts:
+        same = [one for one in joined if one.group_idx == part.group_idx and not one.first_sub_block]
+        if part.first_sub_block or not same:
+            joined.append(part)
+        else:
+            same[0].rows += part.rows
+            same[0].device_block_ids += part.device_block_ids
+    return joined

@@ -90,7 +90,8 @@ class Workload:
     def _room(self) -> int:
         """Tokens that one request may have in all: it must fit into the device pool alone."""
         config = self.sim.config
-        return min((config.num_blocks - 2) * config.block_size * 3 // 4, config.max_model_len)
+        blocks = (config.num_blocks - 2) // len(config.groups)
+        return min(blocks * config.block_size * 3 // 4, config.max_model_len)
 
     def _arrive(self) -> None:
         rng, sim = self.rng, self.sim

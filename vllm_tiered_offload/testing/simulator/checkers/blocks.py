@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from vllm_tiered_offload.testing.simulator.engine import Simulation, Step
 
 
+Tables = list[list[tuple[int, int]]]
+"""(device block, how often it had been handed out) of each block position, by KV group."""
+
+
 class D1WrittenSlots(Checker):
     """Never store a slot that no forward pass has written, nor another position's bytes.
 
@@ -30,9 +34,9 @@ class D1WrittenSlots(Checker):
         self._generation: dict[int, int] = {}  # device block -> how often it was handed out
         self._requests: dict[str, Any] = {}  # every request that may still be stored
         self._former: dict[str, Any] = {}  # a finished request whose id is in use again, until it is reported
-        # Block table of each request as last seen, and the one before (a preemption replaces it): (block, generation).
-        self._tables: dict[str, list[tuple[int, int]]] = {}
-        self._older: dict[str, list[tuple[int, int]]] = {}
+        # Block tables of each request as last seen, and those before (a preemption replaces them, a window moves on).
+        self._tables: dict[str, Tables] = {}
+        self._older: dict[str, Tables] = {}
 
     def added(self, request: Any) -> None:
         former = self._requests.get(request.request_id)
@@ -47,49 +51,52 @@ class D1WrittenSlots(Checker):
     def scheduled(self, step: "Step") -> None:
         manager = self.sim.scheduler.kv_cache_manager
         for req_id in step.given:
-            table = [(block, self._generation.get(block, 0)) for block in manager.get_block_ids(req_id)[0]]
-            known = self._tables.get(req_id, [])
-            if table[: len(known)] != known:
+            tables = [
+                [(block, self._generation.get(block, 0)) for block in ids] for ids in manager.get_block_ids(req_id)
+            ]
+            known = self._tables.get(req_id, [[] for _ in tables])
+            if any(table[: len(old)] != old for table, old in zip(tables, known, strict=True)):
                 self._older[req_id] = known
-            if table:
-                self._tables[req_id] = table
+            if any(tables):
+                self._tables[req_id] = tables
         for job in step.stores:
             for transfer in job.transfers:
                 for block in transfer.device_block_ids:
-                    self._position(job, block)
+                    self._position(job, transfer.group_idx, block)
 
     def received(self, step: "Step") -> None:
         for job in step.stores:
             for transfer in job.transfers:
                 for block in transfer.device_block_ids:
-                    self._check_bytes(job, block, self._position(job, block))
+                    position = self._position(job, transfer.group_idx, block)
+                    self._check_bytes(job, transfer.group_idx, block, position)
         for req_id in step.output.finished_req_ids:
             self._former.pop(req_id, None)
             if req_id not in self.sim.live:
                 for known in (self._requests, self._tables, self._older):
                     known.pop(req_id, None)
 
-    def _position(self, job: DeviceJob, block: int) -> int:
-        """The place of a block in its request's table."""
+    def _position(self, job: DeviceJob, group: int, block: int) -> int:
+        """The place of a block in its request's table of that KV group."""
         wanted = (block, self._generation.get(block, 0))
-        for tables in (self._tables, self._older):
-            table = tables.get(job.req_id, [])
-            if wanted in table:
-                return table.index(wanted)
+        for seen in (self._tables, self._older):
+            tables = seen.get(job.req_id)
+            if tables and wanted in tables[group]:
+                return tables[group].index(wanted)
         raise self.broken(
             f"store job {job.job_id} of {job.req_id} reads block {block}, which is not the request's (any more): "
-            f"table {[block for block, _ in self._tables.get(job.req_id, [])]}",
+            f"tables {[[block for block, _ in table] for table in self._tables.get(job.req_id, [])]}, group {group}",
             job.req_id,
         )
 
-    def _check_bytes(self, job: DeviceJob, block: int, position: int) -> None:
-        runner, size = self.sim.runner, self.sim.config.block_size
+    def _check_bytes(self, job: DeviceJob, group: int, block: int, position: int) -> None:
+        runner, size = self.sim.runner, self.sim.config.block_tokens(group)
         start, end = position * size, (position + 1) * size
-        got = runner.kv[:, :, block]
+        got = runner.groups[group].block(block)
         former = self._former.get(job.req_id)
-        if former is not None and np.array_equal(got, runner.words_for(former.all_token_ids)[:, :, start:end]):
+        if former is not None and np.array_equal(got, runner.words_for(former.all_token_ids, group)[:, :, start:end]):
             return
-        want = runner.expected(job.req_id, start, end)
+        want = runner.expected(job.req_id, start, end, group)
         if want is None:
             tokens = list(self._requests[job.req_id].all_token_ids)
             if len(tokens) < end:
@@ -97,10 +104,10 @@ class D1WrittenSlots(Checker):
                     f"store job {job.job_id} of {job.req_id}: block {position} ends at token {end} of {len(tokens)}",
                     job.req_id,
                 )
-            want = runner.words_for(tokens[:end])[:, :, start:end]
+            want = runner.words_for(tokens[:end], group)[:, :, start:end]
         if not np.array_equal(got, want):
             rank, layer, offset, word = (int(i) for i in np.argwhere(got != want)[0])
-            what = runner.describe(rank, layer, int(got[rank, layer, offset, word]))
+            what = runner.describe(rank, layer, int(got[rank, layer, offset, word]), group)
             raise self.broken(
                 f"store job {job.job_id} of {job.req_id} reads block {block} for block position {position}, and its "
                 f"slot {offset} {what}",

@@ -1,6 +1,7 @@
 """Checkers of what the scheduler half asks for and offers: whose keys (D5), what portions (V3), none skipped (L7)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_offload.contract.jobs import PreparedStore, ReqContext
@@ -17,20 +18,29 @@ class ChunksOfRequests:
     """Which chunk of a request a key stands for."""
 
     def __init__(self, sim: "Simulation") -> None:
-        self._per_chunk = sim.config.blocks_per_chunk
-        # By id() of vLLM's request, which the first part keeps alive: what its hashes were, and the chunks they make.
+        config = sim.config
+        self.chunk_tokens = [
+            config.block_tokens(group) * config.blocks_per_chunk for group in range(len(config.groups))
+        ]
+        self._hash_tokens = config.hash_tokens
+        # By id() of vLLM's request, which the first part keeps alive: what its hashes were, and where chunks end.
         self._known: dict[int, tuple[Any, tuple[int, bytes], dict[OffloadKey, int]]] = {}
 
-    def chunk(self, request: Any, key: OffloadKey) -> int | None:
-        """The number of the chunk, or None if it is the key of none of its chunks."""
+    def end(self, request: Any, key: OffloadKey) -> int | None:
+        """The token at which the chunk ends, or None if it is the key of none of the request's chunks."""
         hashes = request.block_hashes
         mark = (len(hashes), hashes[-1] if hashes else b"")  # hashes chain, so the last one tells of all
         known = self._known.get(id(request))
         if known is None or known[1] != mark:
-            ends = hashes[self._per_chunk - 1 :: self._per_chunk]
-            known = (request, mark, {make_offload_key(end, 0): chunk for chunk, end in enumerate(ends)})
+            known = (request, mark, dict(self._ends(hashes)))
             self._known[id(request)] = known
         return known[2].get(key)
+
+    def _ends(self, hashes: Sequence[bytes]) -> Iterator[tuple[OffloadKey, int]]:
+        for group, tokens in enumerate(self.chunk_tokens):
+            per_chunk = tokens // self._hash_tokens
+            for chunk, last in enumerate(hashes[per_chunk - 1 :: per_chunk]):
+                yield make_offload_key(last, group), (chunk + 1) * tokens
 
 
 class D5OwnKeys(Checker):
@@ -49,7 +59,6 @@ class D5OwnKeys(Checker):
     def __init__(self, sim: "Simulation") -> None:
         super().__init__(sim)
         self._chunks = ChunksOfRequests(sim)
-        self._tokens_per_chunk = sim.config.blocks_per_chunk * sim.config.block_size
         self._lives: dict[str, list[Any]] = {}  # the last two vLLM requests of that id: it may be in use again
         self._contents: dict[OffloadKey, int] = {}  # key -> hash of (salt, all tokens up to the chunk's end)
         if hasattr(sim.manager, "lookup"):
@@ -60,10 +69,10 @@ class D5OwnKeys(Checker):
         self._lives[request.request_id] = [*self._lives.get(request.request_id, [])[-1:], request]
 
     def _own(self, call: str, keys: Sequence[OffloadKey], ctx: ReqContext) -> tuple[Any, list[int]]:
-        """The life of the request that has all these keys, the later one first, and their chunks."""
+        """The life of the request that has all these keys, the later one first, and where their chunks end."""
         for request in reversed(self._lives.get(ctx.req_id, [])):
-            chunks = [self._chunks.chunk(request, key) for key in keys]
-            own = [chunk for chunk in chunks if chunk is not None]
+            ends = [self._chunks.end(request, key) for key in keys]
+            own = [end for end in ends if end is not None]
             if len(own) == len(keys):
                 return request, own
         raise self.broken(f"{call}: not all {len(keys)} keys are the request's", ctx.req_id)
@@ -85,20 +94,20 @@ class D5OwnKeys(Checker):
             self._offer(keys, ctx)
 
     def _offer(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
-        request, chunks = self._own("prepare_stores", keys, ctx)
-        for key, chunk in zip(keys, chunks, strict=True):
-            end = (chunk + 1) * self._tokens_per_chunk
+        request, ends = self._own("prepare_stores", keys, ctx)
+        for key, end in zip(keys, ends, strict=True):
             content = hash((request.cache_salt, tuple(request.all_token_ids[:end])))
             if self._contents.setdefault(key, content) != content:
-                raise self.broken(f"chunk {chunk} has the key of another content", ctx.req_id)
+                raise self.broken(f"the chunk up to token {end} has the key of another content", ctx.req_id)
 
 
 class V3PartialStores(Checker):
     """A declined range leaves no hole, and is offered again only after progress, a bounded number of times.
 
     Since its last (re)start a request's offers follow on one another: each begins where what was taken so far ends, or
-    before. One that begins where an earlier one was declined reaches farther, unless it is the request's last.
-    After `max_store_offers` declined offers there are no more.
+    before, but for what has left its window meanwhile. One that begins where an earlier one was declined reaches
+    farther, unless it is the request's last. After `max_store_offers` declined offers there are no more. With several
+    KV groups a place is a stride, the least common multiple of their chunks.
 
     Does not check ranges that the pin limit held back before they were offered, nor that the longest prefix that fits
     is taken (the CPU tier's own tests do).
@@ -109,7 +118,7 @@ class V3PartialStores(Checker):
     def __init__(self, sim: "Simulation") -> None:
         super().__init__(sim)
         self._chunks = ChunksOfRequests(sim)
-        self._tokens_per_chunk = sim.config.blocks_per_chunk * sim.config.block_size
+        self._stride = lcm(*self._chunks.chunk_tokens)
         self._requests: dict[str, Any] = {}  # vLLM's request that the manager knows by an id
         self._local: dict[str, int] = {}  # device hits at the last question
         self._next: dict[str, int] = {}  # admitted request -> chunks before it need no offer
@@ -130,45 +139,57 @@ class V3PartialStores(Checker):
             self._declined.pop(req_id, None)
         elif name == "update_state_after_alloc" and args[0].num_computed_tokens == 0:
             req_id = args[0].request_id
-            self._next[req_id] = (self._local.get(req_id, 0) + args[2]) // self._tokens_per_chunk
+            self._next[req_id] = (self._local.get(req_id, 0) + args[2]) // self._stride
 
-    def _place(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> int | None:
-        """The first chunk of an offer; None for the last offer of a request, which is over for vLLM by then."""
+    def _places(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> list[int]:
+        """The stride of each key; empty for the last offer of a request, which is over for vLLM by then."""
         request = self._requests.get(ctx.req_id)
-        if not keys or request is None or self.sim.live.get(ctx.req_id) is not request:
-            return None
-        return self._chunks.chunk(request, keys[0])
+        if request is None or self.sim.live.get(ctx.req_id) is not request:
+            return []
+        return [((self._chunks.end(request, key) or 0) - 1) // self._stride for key in keys]
 
     def _offering(self, offers: Sequence[StoreOffer]) -> None:
         pinned = self.sim.connector.connector_scheduler.num_pinned_blocks
         for keys, ctx in offers:
-            first = self._place(keys, ctx)
-            if first is not None:
+            places = self._places(keys, ctx)
+            if places:
                 pinned += len(keys) * self.sim.config.blocks_per_chunk
-                self._check(first, len(keys), ctx.req_id, pinned)
+                self._check(places[0], places[-1] + 1, ctx.req_id, pinned)
 
-    def _check(self, first: int, count: int, req_id: str, pinned: int) -> None:
+    def _check(self, first: int, end: int, req_id: str, pinned: int) -> None:
         """`pinned`: device blocks that stores hold, if all offers up to this one are taken."""
-        if first > self._next.get(req_id, first):
-            raise self.broken(f"chunks {self._next[req_id]} to {first - 1} are left out", req_id)
+        left_out = range(self._next.get(req_id, first), first)
+        if not all(self._given_up(req_id, place) for place in left_out):
+            raise self.broken(f"chunks {left_out.start} to {first - 1} are left out", req_id)
         declined = self._declined.get(req_id, [])
         if len(declined) >= self._limit:
             raise self.broken(f"an offer after {len(declined)} that were declined", req_id)
-        held_back = pinned + self.sim.config.blocks_per_chunk > self.sim.config.max_pinned_blocks
-        if declined and first + count <= declined[-1] and not held_back:
+        chunks = sum(self._stride // tokens for tokens in self._chunks.chunk_tokens)
+        held_back = pinned + chunks * self.sim.config.blocks_per_chunk > self.sim.config.max_pinned_blocks
+        if declined and end <= declined[-1] and not held_back:
             raise self.broken(f"chunks {first} to {declined[-1] - 1} offered again without progress", req_id)
+
+    def _given_up(self, req_id: str, place: int) -> bool:
+        """Whether vLLM holds no KV group's blocks of this place any more: they left their window."""
+        null, size = self.sim.pool.null_block.block_id, self._stride
+        tables = self.sim.scheduler.kv_cache_manager.get_block_ids(req_id)
+        blocks = [self.sim.config.block_tokens(group) for group in range(len(tables))]
+        return all(
+            null in table[place * size // tokens : (place + 1) * size // tokens]
+            for table, tokens in zip(tables, blocks, strict=True)
+        )
 
     def _offered(self, prepared: PreparedStore, offers: Sequence[StoreOffer]) -> None:
         for (keys, ctx), accepted in zip(offers, prepared.accepted, strict=True):
             self._note(keys, ctx, accepted)
 
     def _note(self, keys: Sequence[OffloadKey], ctx: ReqContext, accepted: int) -> None:
-        first = self._place(keys, ctx)
-        if first is None:
+        places = self._places(keys, ctx)
+        if not places:
             return
-        self._next[ctx.req_id] = first + accepted
+        self._next[ctx.req_id] = places[accepted] if accepted < len(keys) else places[-1] + 1
         if accepted < len(keys):
-            self._declined.setdefault(ctx.req_id, []).append(first + len(keys))
+            self._declined.setdefault(ctx.req_id, []).append(places[-1] + 1)
         else:
             self._declined.pop(ctx.req_id, None)
 

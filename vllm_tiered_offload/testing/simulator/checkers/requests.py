@@ -153,7 +153,8 @@ class V1BoundedWaiting(Checker):
     RETRY is answered for `retry_timeout` from a request's first lookup at most, HIT_PENDING for `pending_timeout` from
     the last time that more of the prefix was readable, a load of the same prefix by another request likewise, and for
     the region `region_timeout` from the first question.
-    A connector whose lookups cannot be seen has `LIMIT` simulated seconds.
+    A connector whose lookups cannot be seen has `LIMIT` simulated seconds, and so has a model with several KV groups,
+    where one question takes many lookups.
 
     Does not check who caused the wait, nor waits that vLLM does not ask about (a full pool).
     """
@@ -171,7 +172,8 @@ class V1BoundedWaiting(Checker):
         self._progress: dict[str, tuple[int, float]] = {}  # end of what is readable, when it came to be there
         self._stopped_by: dict[str, LookupResult] = {}  # what ended the prefix of its last lookup
         self._region_asked: float | None = None
-        if hasattr(sim.manager, "lookup"):
+        self._sees_lookups = hasattr(sim.manager, "lookup") and len(sim.config.groups) == 1
+        if self._sees_lookups:
             spy(sim.manager, "lookup", lambda *_args: None, self._looked_up)
             spy(sim.manager, "probe", lambda *_args: None, self._probed)
 
@@ -212,7 +214,7 @@ class V1BoundedWaiting(Checker):
             limit, since = self._retry, self._first[req_id]
         elif reason is not None:  # HIT_PENDING, or what is readable is being loaded for another request (case 29)
             limit, since = self._pending, self._progress[req_id][1]
-        elif hasattr(self.sim.manager, "lookup") and self.sim.config.neighbour is None:
+        elif self._sees_lookups and self.sim.config.neighbour is None:
             if self._region_asked is None:
                 self._region_asked = self.sim.clock()
             limit, since = self._region, self._region_asked

@@ -1,5 +1,6 @@
 """Checkers of region rows: reuse (D4), readability (D8) and resets (L6)."""
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_offload.contract.jobs import JobResult
@@ -64,7 +65,7 @@ class D8ReadableRows(Checker):
 
     A row is readable once the store into it was acknowledged by every rank without an error, or a promotion into it
     ended well and in time. When vLLM allocated N external tokens for us, the same step's message has a load of exactly
-    N tokens for that request.
+    N tokens for that request: in each KV group, the blocks of them that vLLM's own manager keeps.
 
     Does not check that an answer given without allocation (the pool was full) was pinned, only that no wrong load
     follows from it.
@@ -78,9 +79,12 @@ class D8ReadableRows(Checker):
         self._readable: set[int] = set()
         self._stores: dict[int, set[int]] = {}  # pending store jobs and their rows
         self._promised: dict[str, int] = {}  # external tokens that vLLM allocated in this pass, per request
+        self._local: dict[str, int] = {}  # device hits at the last question
 
     def hook(self, name: str, args: tuple[Any, ...], result: Any) -> None:  # noqa: ARG002
-        if name == "update_state_after_alloc" and args[2]:
+        if name == "get_num_new_matched_tokens":
+            self._local[args[0].request_id] = args[1]
+        elif name == "update_state_after_alloc" and args[2]:
             self._promised[args[0].request_id] = args[2]
 
     def scheduled(self, step: "Step") -> None:
@@ -103,12 +107,22 @@ class D8ReadableRows(Checker):
             self._readable |= flight.rows_of(result.successful_keys)
 
     def _check_load(self, job: DeviceJob, promised: int, cancelled: bool) -> None:
-        tokens = sum(len(transfer.device_block_ids) for transfer in job.transfers) * self.sim.config.block_size
-        if tokens != promised and not cancelled:
-            raise self.broken(f"load job {job.job_id} moves {tokens} tokens, {promised} were promised", job.req_id)
+        moved = Counter({transfer.group_idx: len(transfer.device_block_ids) for transfer in job.transfers})
+        wanted = self._blocks_to_fill(self._local.get(job.req_id, 0), promised)
+        if moved != wanted and not cancelled:
+            text = f"load job {job.job_id} moves {dict(moved)} blocks by KV group, {promised} tokens were promised"
+            raise self.broken(f"{text}: {dict(wanted)}", job.req_id)
         if not rows_of(job) <= self._readable:
             unreadable = sorted(rows_of(job) - self._readable)
             raise self.broken(f"load job {job.job_id} reads rows {unreadable}, which hold nothing", job.req_id)
+
+    def _blocks_to_fill(self, local: int, promised: int) -> Counter[int]:
+        """The device blocks, by KV group, between the local prefix and the promise that vLLM itself keeps."""
+        end, blocks = local + promised, Counter[int]()
+        for group, manager in enumerate(self.sim.scheduler.kv_cache_manager.coordinator.single_type_managers):
+            first = max(local, manager.get_num_skipped_tokens(end)) // manager.block_size
+            blocks[group] = end // manager.block_size - first
+        return blocks
 
     def updated(self, step: "Step") -> None:
         for job_id, error in self._acks.count(step):

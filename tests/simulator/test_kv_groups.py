@@ -1,0 +1,133 @@
+"""Models with several KV groups, and with a window: the runner checks every byte that a layer's attention reaches."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sim_helpers import push_out, run_one, step_until, tokens
+
+from vllm_tiered_offload.testing.simulator.config import ALL_PINS, SEVERAL_GROUPS, SimConfig, SimGroup
+from vllm_tiered_offload.testing.simulator.episodes import run_episode
+
+FULL, WINDOW = SimGroup(), SimGroup(window=9)
+ROOMY = SimConfig(num_blocks=60, token_budget=16)
+
+
+def described(groups: tuple[SimGroup, ...]) -> str:
+    return replace(ROOMY, groups=groups).describe().split("groups=")[1].split()[0]
+
+
+@pytest.mark.parametrize("groups", SEVERAL_GROUPS, ids=described)
+@pytest.mark.parametrize(("depth", "blocks_per_chunk"), [(1, 1), (2, 2), (1, 4)])
+def test_random_episode(groups: tuple[SimGroup, ...], depth: int, blocks_per_chunk: int) -> None:
+    """Chaos, then faults off and convergence, with every checker.
+
+    Fails when windows are taken to be a block shorter than they are, when the lookup asks for full attention alone, and
+    when a chunk is stored of which vLLM has given up what a hit reads.
+    """
+    config = replace(ROOMY, groups=groups, depth=depth, blocks_per_chunk=blocks_per_chunk)
+    totals, failure = run_episode(11, depth, config, steps=120)
+    assert failure is None, str(failure)
+    assert totals.events["load"] > 0
+
+
+@pytest.mark.parametrize("groups", SEVERAL_GROUPS, ids=described)
+def test_case_32_what_is_stored_comes_back(simulate: Any, groups: tuple[SimGroup, ...]) -> None:
+    """A prompt that left the device comes back up to the last stride before its end, whole."""
+    sim = simulate(num_blocks=60, groups=groups, blocks_per_chunk=2)
+    stride = 2 * sim.config.hit_tokens
+    prompt = tokens(50)
+    run_one(sim, prompt)
+    push_out(sim)
+    again = sim.add_request(prompt, 1)
+    step_until(sim, lambda: sim.live[again].num_computed_tokens > 0)
+    assert sim.live[again].num_computed_tokens == (len(prompt) - 1) // stride * stride
+    sim.converge()
+
+
+def test_a_window_loads_no_more_than_is_read(simulate: Any) -> None:
+    """48 tokens come back: 12 blocks of the full group, and of the other the 2 that a window of 9 reaches."""
+    sim = simulate(num_blocks=60, groups=(FULL, WINDOW))
+    run_one(sim, tokens(49))
+    push_out(sim)
+    run_one(sim, tokens(49), 1, "again")
+    (load,) = [job for kind, job in sim.jobs if kind == "load"]
+    assert {t.group_idx: len(t.device_block_ids) for t in load.transfers} == {0: 12, 1: 2}
+    sim.converge()
+
+
+def test_a_local_prefix_is_not_loaded_again(simulate: Any) -> None:
+    """The device has the first 16 tokens: the load begins behind them in the full group, in the window at its start."""
+    sim = simulate(num_blocks=60, groups=(FULL, WINDOW))
+    run_one(sim, tokens(49))
+    push_out(sim)
+    run_one(
+        sim,
+        tokens(17),
+        1,
+        "short",
+    )
+    run_one(sim, tokens(49), 1, "again")
+    load = [job for kind, job in sim.jobs if kind == "load" and job.req_id == "again"]
+    assert {t.group_idx: len(t.device_block_ids) for t in load[0].transfers} == {0: 8, 1: 2}
+    sim.converge()
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_case_17_window_moves_on_while_stores_are_refused(simulate: Any, blocks_per_chunk: int) -> None:
+    """The tier is full while the window passes by; what is stored afterwards is of its own place.
+
+    Fails (d1) when placeholder blocks are stored, and when blocks are counted from the first that vLLM still holds.
+    """
+    sim = simulate(
+        num_blocks=80,
+        groups=(FULL, SimGroup(window=8)),
+        cpu_chunks=8,
+        token_budget=8,
+        blocks_per_chunk=blocks_per_chunk,
+        extra=ALL_PINS,
+    )
+    run_one(sim, tokens(17), 1)
+    push_out(sim)
+    sim.hold_copies()
+    sim.add_request(tokens(17), 1, "pins")
+    step_until(sim, sim.is_loading)
+    sim.add_request(tokens(24, 3), 40, "b")
+    step_until(sim, lambda: sim.live["b"].num_output_tokens >= 12)
+    sim.release_copies()
+    step_until(sim, lambda: sim.live["b"].num_output_tokens >= 38)
+    assert sim.blocks_moved("store", "b")
+    sim.converge()
+
+
+def test_blocks_that_leave_the_window_stay_while_a_store_reads_them(simulate: Any) -> None:
+    """vLLM frees them long before the request ends; others need memory meanwhile (d2 watches them).
+
+    Fails (d2) when stores pin only the full group's blocks.
+    """
+    sim = simulate(num_blocks=30, groups=(FULL, SimGroup(window=5)), extra=ALL_PINS)
+    sim.hold_copies()
+    sim.add_request(tokens(24), 12, "a")
+    step_until(sim, lambda: sim.live["a"].num_output_tokens >= 6)
+    for seed in range(3):
+        sim.add_request(tokens(12, seed + 5), 4)
+    for _ in range(20):
+        sim.step()
+    assert len(sim.jobs) > 0
+    sim.release_copies()
+    sim.converge()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (WINDOW,)], ids=described)
+def test_case_42_failed_loads_with_groups(simulate: Any, groups: tuple[SimGroup, ...], policy: str) -> None:
+    """A failed receive ends in that request's own recomputation; invalid block ids would kill the engine here."""
+    sim = simulate(num_blocks=60, groups=groups, load_failure_policy=policy)
+    first = run_one(sim, tokens(49), 4)
+    push_out(sim)
+    sim.copies.faults = 1
+    again = run_one(sim, tokens(49), 4)
+    assert any(kind == "load" for kind, _ in sim.jobs)
+    if policy == "recompute":
+        assert sim.outputs[again] == sim.outputs[first]
+    sim.converge()
