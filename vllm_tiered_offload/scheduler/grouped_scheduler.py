@@ -137,6 +137,9 @@ class GroupedScheduler(OffloadingConnectorScheduler):
         if strides.empty:
             return NOTHING
         self._stats.count("lookup_tokens_total", state.request.num_tokens - num_computed_tokens)
+        head = self._probe_head(state, num_computed_tokens)
+        if head is LookupResult.MISS or head is LookupResult.RETRY:
+            return ASK_AGAIN if self._should_wait(state, (), [head]) else NOTHING
         question = _Question(self._manager, state, self._keys_by_group(state))
         limit = strides.end * self._stride
         end = longest_hit(self._shapes, self._stride, num_computed_tokens, limit, question.present)
@@ -149,6 +152,15 @@ class GroupedScheduler(OffloadingConnectorScheduler):
             parts = self._parts(question, num_computed_tokens, end)
         return self._reserve(state, num_computed_tokens, end, parts)
 
+    def _probe_head(self, state: RequestState, local_tokens: int) -> LookupResult:
+        """What is known of the first chunk that every hit needs (most prompts are new); HIT where there is none."""
+        shape = self._shapes[0]
+        if not shape.reads_all:
+            return LookupResult.HIT
+        chunk = local_tokens // shape.chunk_tokens
+        (key,) = state.keys[0].slice(chunk, chunk + 1)
+        return self._manager.probe(key, state.ctx)
+
     def _keys_by_group(self, state: RequestState) -> dict[int, ChunkKeys]:
         return {shape.group_idx: keys for shape, keys in zip(self._shapes, state.keys, strict=True)}
 
@@ -158,9 +170,10 @@ class GroupedScheduler(OffloadingConnectorScheduler):
             return ()
         ranges = [(shape, needed_chunks(shape, local_tokens, end)) for shape in self._shapes]
         parts = [_Part(shape, chunks, question.slice(shape, chunks)) for shape, chunks in ranges if not chunks.empty]
-        for part in parts if self._events is not None else ():
-            answers = [question.answers[key] for key in part.keys]
-            self._note_found(self._events, question.state, part.chunks.first, part.keys, answers)
+        if self._events is not None:
+            for part in parts:
+                answers = [question.answers[key] for key in part.keys]
+                self._note_found(self._events, question.state, part.chunks.first, part.keys, answers)
         return tuple(parts)
 
     def _should_wait(self, state: RequestState, parts: Sequence[_Part], answers: Sequence[LookupResult]) -> bool:
@@ -221,21 +234,24 @@ class GroupedScheduler(OffloadingConnectorScheduler):
         assert self._resolve_blocks is not None
         tables = self._resolve_blocks(state.ctx.req_id)
         keys_of = self._keys_by_group(state)
-        offer = GroupedOffer(state, state.next_chunk, end, [], [], state.next_chunk, [], self._stride)
-        for stride in range(state.next_chunk, end):
+        keys: list[OffloadKey] = []
+        chunks: list[StoredChunk] = []
+        blocks: list[BlockView] = []
+        covered = state.next_chunk
+        for stride in range(covered, end):
             planned = [
                 stored
                 for shape, chunk in stored_chunks(self._shapes, stride, self._stride)
                 if (stored := plan_chunk(shape, chunk, self._stride, tables[shape.group_idx])) is not None
             ]
-            blocks = [block for stored in planned for block in stored.blocks]
-            if len(offer.blocks) + len(blocks) > room:
+            more = [block for stored in planned for block in stored.blocks]
+            if len(blocks) + len(more) > room:
                 break
-            offer.blocks += blocks
-            offer.chunks += planned
-            offer.keys += [keys_of[one.shape.group_idx].slice(one.chunk, one.chunk + 1)[0] for one in planned]
-            offer.covered = stride + 1
-        return offer
+            blocks += more
+            chunks += planned
+            keys += [keys_of[one.shape.group_idx].anew(one.chunk, one.chunk + 1)[0] for one in planned]
+            covered = stride + 1
+        return GroupedOffer(state, state.next_chunk, end, keys, blocks, covered, chunks, self._stride)
 
     def _plan_copies(
         self, chosen: Sequence[tuple[Offer, Sequence[OffloadKey]]], rows: Sequence[int]
