@@ -225,6 +225,25 @@ def test_reset_forgets_at_once_and_frees_rows_as_they_are_let_go(tier):
     tier.on_request_finished(req)
 
 
+@pytest.mark.parametrize("gone", ["evicted", "failed", "reset"])
+def test_what_was_found_is_not_believed_once_a_row_was_given_up(tier, gone):
+    """D8: the rows of the last prompt that was found are remembered until then.
+
+    Mutation: not forgetting them where rows are given up answers with rows that belong to other keys.
+    """
+    keys, req = fill(tier, "a", 2), begin(tier, "r")
+    assert tier.lookup(keys, req) == [HIT] * 2
+    if gone == "evicted":
+        fill(tier, "b", 4)
+    elif gone == "failed":
+        tier.complete_load(tier.prepare_load(keys, req), failed_keys=keys)
+    else:
+        tier.reset_cache()
+    assert tier.lookup(keys, req) == [MISS] * 2
+    assert not tier.prepare_load(keys, req).keys
+    tier.on_request_finished(req)
+
+
 def test_events_tell_residency_and_only_when_wanted(policy):
     tier, silent = make_tier(2, policy), make_tier(2, policy, events=False)
     for each in (tier, silent):

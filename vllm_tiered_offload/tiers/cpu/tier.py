@@ -9,6 +9,7 @@ at once, the rows of old loads, stores and leases become free one by one as thes
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Self
 
 from vllm_tiered_offload.contract.geometry import RegionGeometry
@@ -32,13 +33,16 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_LEVEL = RequestOffloadingContext()
 
+# An Enum's member costs more to look up than most of what is done with it here.
+_HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
+
 # In place of the row of a key that was chosen and gets it before the call is over.
 _NO_ROW_YET = -1
 
 # What the lookup counters are called, by result; RETRY never comes from memory.
 _LOOKUP_STAT = {
     result: f"block_lookups_total|tier=cpu|result={result.value}"
-    for result in (LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING)
+    for result in (_HIT, _MISS, _PENDING)
 }
 
 
@@ -68,6 +72,8 @@ class CpuTier(PrimaryTier):
         # Keys whose store is in flight, of this generation -> row. Disjoint from readable keys; the policy holds
         # exactly both. Every such row is pinned by its store.
         self._writing: dict[OffloadKey, int] = {}
+        # Keys that were all readable when they were last asked for, with their rows; None once a row was given up.
+        self._found: tuple[list[OffloadKey], list[int]] | None = None
         # Handles given out and not handed back, of any generation.
         self._in_flight: set[PreparedLoad | PreparedStore] = set()
         # Stores in flight whose keys were forgotten in this generation; a subset of _in_flight.
@@ -152,16 +158,27 @@ class CpuTier(PrimaryTier):
     # Lookup
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:  # noqa: ARG002
-        hit, miss, pending = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-        readable, writing = self._leases.readable, self._writing
         counts = self._lookups
-        if all(map(readable.__contains__, keys)):
-            counts[hit] += len(keys)
-            return [hit] * len(keys)
-        results = [hit if key in readable else pending if key in writing else miss for key in keys]
-        for result in (hit, miss, pending):
+        if self._rows_of(keys) is not None:
+            counts[_HIT] += len(keys)
+            return [_HIT] * len(keys)
+        readable, writing = self._leases.readable, self._writing
+        results = [_HIT if key in readable else _PENDING if key in writing else _MISS for key in keys]
+        for result in (_HIT, _MISS, _PENDING):
             counts[result] += results.count(result)
         return results
+
+    def _rows_of(self, keys: Sequence[OffloadKey]) -> list[int] | None:
+        """The rows of `keys` if all of them are readable. A prompt is looked up and then pinned: that is one search."""
+        found = self._found
+        if found is not None and found[0] == keys:
+            return found[1]
+        try:
+            rows = list(map(self._leases.readable.__getitem__, keys))
+        except KeyError:
+            return None
+        self._found = list(keys), rows
+        return rows
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         if not self._is_announced(req_context, "touch"):
@@ -176,11 +193,13 @@ class CpuTier(PrimaryTier):
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PreparedLoad:
         if not self._is_announced(req_context, "prepare_load"):
             return PreparedLoad((), (), self._generation)
-        rows: list[int] = list(map(self._leases.readable.get, keys))  # type: ignore[arg-type]
-        if None in rows:
-            del rows[rows.index(None) :]  # type: ignore[arg-type]
+        rows = self._rows_of(keys)
+        if rows is None:
+            readable = self._leases.readable
+            keys = list(takewhile(readable.__contains__, keys))
+            rows = [readable[key] for key in keys]
         self._rows.pin(rows)
-        prepared = PreparedLoad(tuple(keys[: len(rows)]), tuple(rows), self._generation)
+        prepared = PreparedLoad(tuple(keys), tuple(rows), self._generation)
         if rows:
             self._in_flight.add(prepared)
         return prepared
@@ -309,6 +328,7 @@ class CpuTier(PrimaryTier):
         with self._leases.lock:
             victims = self._policy.evict(lacking, is_pinned)
             rows = [readable.pop(key) for key in victims]
+        self._found = None
         for row in rows:
             self._rows.give(row)
         self._policy.unpinned(spared)
@@ -320,6 +340,7 @@ class CpuTier(PrimaryTier):
         readable = self._leases.readable
         with self._leases.lock:
             rows = [readable.pop(key) for key in keys]
+        self._found = None
         for row in rows:
             self._rows.give(row)
         self._record(tuple(keys), stored=False)
@@ -347,6 +368,7 @@ class CpuTier(PrimaryTier):
         self._record(tuple(readable) if self._events is not None else (), stored=False)
         with self._leases.lock:
             readable.clear()
+        self._found = None
         self._writing.clear()
         self._abandoned.clear()
         self._rows.give_all()
