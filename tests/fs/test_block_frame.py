@@ -96,15 +96,16 @@ def test_every_flipped_bit_of_the_payload_is_found(algorithm: Checksum) -> None:
 
 def test_faults_are_told_apart() -> None:
     header = encode_header(KEY, PAYLOAD, SPACE)
-    newer, unknown = bytearray(header), bytearray(header)
-    newer[8], unknown[10] = 9, 77
-    newer, unknown[-16:] = reseal(newer), bytes(16)
+    newer, flagged, unknown = bytearray(header), bytearray(header), bytearray(header)
+    newer[8], flagged[12], unknown[10] = 9, 1, 77
+    newer, flagged, unknown[-16:] = reseal(newer), reseal(flagged), bytes(16)
     cases = [
         (header[:-1], FrameFault.SHORT),
         (b"", FrameFault.SHORT),
         (bytes(HEADER_BYTES), FrameFault.FOREIGN),
-        (newer, FrameFault.UNSUPPORTED),
-        (unknown, FrameFault.UNSUPPORTED),
+        (newer, FrameFault.FOREIGN),
+        (flagged, FrameFault.UNSUPPORTED),
+        (unknown, FrameFault.CORRUPT),
         (header[:-1] + bytes([header[-1] ^ 1]), FrameFault.CORRUPT),
     ]
     for data, kind in cases:

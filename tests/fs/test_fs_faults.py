@@ -27,6 +27,8 @@ from fs_kit import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vllm_tiered_offload.tiers import block_frame
+
 FOUR = keys_of("four", 4)
 
 
@@ -102,6 +104,37 @@ def test_a_file_longer_than_a_frame_is_foreign(tmp_path: Path) -> None:
         file.write(b"more")
     assert not bench.load(FOUR[:1]).success
     assert bench.failures("load") == {"foreign": 1}
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["one field", "its checksum too"])
+@pytest.mark.parametrize("field", [slice(8, 10), slice(10, 12)], ids=["version", "algorithm"])
+@pytest.mark.parametrize("value", [b"\x00\x00", b"\x03\x00", b"\xff\xff", b"\x01\x01"])
+def test_a_header_that_says_another_version_is_damaged(tmp_path: Path, field: slice, value: bytes, torn: bool) -> None:
+    """In a directory of this version. Mutation: what is "unsupported" instead stays for ever, and is never repaired."""
+    bench = filled(tmp_path)
+    path = bench.path(FOUR[0])
+    frame = bytearray(path.read_bytes())
+    frame[field] = value
+    if torn:
+        frame[4080:4096] = bytes(16)
+    path.write_bytes(frame)
+    assert bench.load(FOUR).successful_keys == tuple(FOUR[1:])
+    assert bench.failures("load") == {"corrupt": 1}
+    assert not path.exists()
+    bench.clock.now += 60
+    assert bench.store(FOUR).success
+    assert bench.load(FOUR).success, "repaired"
+    bench.assert_idle()
+
+
+def test_a_frame_of_another_version_is_out_of_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, with a checksum that is right."""
+    with monkeypatch.context() as patch:
+        patch.setattr(block_frame, "VERSION", 2)
+        bench = filled(tmp_path)
+    assert not bench.load(FOUR[:1]).success
+    assert bench.failures("load") == {"foreign": 1}
+    assert not bench.path(FOUR[0]).exists()
 
 
 def test_a_bad_file_that_cannot_be_removed_is_not_tried_all_the_time(tmp_path: Path) -> None:
