@@ -28,6 +28,7 @@ from vllm_tiered_offload.tiers.cpu.policies.base import EvictionPolicy
 from vllm_tiered_offload.tiers.cpu.rows import RowAllocator
 from vllm_tiered_offload.tiers.errors import ContractError, RegistryError
 from vllm_tiered_offload.tiers.registry import load_eviction_policy
+from vllm_tiered_offload.tiers.residency import ResidencyLog
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class CpuTier(PrimaryTier):
         self._accesses: dict[str, int | None] = {}
         self._last_access = 0
         self._generation = 0
-        self._events: list[ResidencyEvent] | None = [] if events else None
+        self._residency = ResidencyLog(self.medium, kept=events)
         self._lookups = dict.fromkeys(_LOOKUP_STAT, 0)
         self._evictions = 0
         self._declined = 0
@@ -286,7 +287,7 @@ class CpuTier(PrimaryTier):
         failed = {key: stored.pop(key) for key in failed_keys if key in stored}
         self._leases.readable.update(stored)
         self._policy.unpinned(stored)
-        self._record(tuple(stored), stored=True)
+        self._residency.record(stored, stored=True)
         self._policy.remove(failed)
         for row in failed.values():
             self._rows.give(row)
@@ -333,7 +334,7 @@ class CpuTier(PrimaryTier):
             self._rows.give(row)
         self._policy.unpinned(spared)
         self._evictions += len(victims)
-        self._record(tuple(victims), stored=False)
+        self._residency.record(victims, stored=False)
 
     def _drop(self, keys: Collection[OffloadKey]) -> None:
         """Readable keys are no longer readable; the policy is the caller's business."""
@@ -343,7 +344,7 @@ class CpuTier(PrimaryTier):
         self._found = None
         for row in rows:
             self._rows.give(row)
-        self._record(tuple(keys), stored=False)
+        self._residency.record(keys, stored=False)
 
     # Leases
 
@@ -365,7 +366,7 @@ class CpuTier(PrimaryTier):
     def reset_cache(self) -> None:
         self._collect_leases()
         readable = self._leases.readable
-        self._record(tuple(readable) if self._events is not None else (), stored=False)
+        self._residency.record(readable, stored=False)
         with self._leases.lock:
             readable.clear()
         self._found = None
@@ -377,11 +378,7 @@ class CpuTier(PrimaryTier):
         self._generation += 1
 
     def take_events(self) -> list[ResidencyEvent]:
-        events = self._events
-        if not events:
-            return []
-        self._events = []
-        return events
+        return self._residency.take()
 
     def get_stats(self) -> Mapping[str, int | float]:
         """Rows by use, and what happened since the start. `rows_pinned` counts loads, stores and leases."""
@@ -411,10 +408,6 @@ class CpuTier(PrimaryTier):
             return True
         self._violation(f"{type(prepared).__name__} was completed before, or is not this tier's")
         return False
-
-    def _record(self, keys: tuple[OffloadKey, ...], *, stored: bool) -> None:
-        if self._events is not None and keys:
-            self._events.append(ResidencyEvent(keys, self.medium, stored))
 
     def _violation(self, text: str) -> None:
         if self._strict:

@@ -72,6 +72,7 @@ from vllm_tiered_offload.tiers.fs.namespace import Namespace, collect_private_ge
 from vllm_tiered_offload.tiers.fs.scan import Known
 from vllm_tiered_offload.tiers.fs.settings import FsTierSettings
 from vllm_tiered_offload.tiers.registry import load_eviction_policy
+from vllm_tiered_offload.tiers.residency import ResidencyLog
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class FsTier(SecondaryTierManager):
         self._frame_bytes = 1  # of one chunk's file, once there are rows
         self._jobs = JobTable()
         self._counters = FsCounters()
-        self._events: list[ResidencyEvent] | None = [] if events else None
+        self._residency = ResidencyLog(self.medium, kept=events)
         # What the user has been told, by topic. The one collection that a thread may add to, once, at start.
         self._said: set[object] = set()
         self._paused_until = -inf
@@ -278,7 +279,7 @@ class FsTier(SecondaryTierManager):
             self._economy.give_back(write.size)
         self._end_waiters(writes[count:])
         victims = [victim for write in writes[:count] for victim, _ in write.victims]
-        self._record(victims, stored=False)
+        self._residency.record(victims, stored=False)
         Batch(
             writes[:count],
             partial(self._medium.store, self._in_use),
@@ -367,9 +368,9 @@ class FsTier(SecondaryTierManager):
                 self._on_store_trouble(message.fault, message.problem)
             case Trimmed():
                 self._index.end_trim(message.victims, message.kept)
-                self._record(message.kept, stored=True)
+                self._residency.record(message.kept, stored=True)
             case Found():
-                self._record(self._index.take_scanned(message.files, message.gone), stored=False)
+                self._residency.record(self._index.take_scanned(message.files, message.gone), stored=False)
             case ScanEnded():
                 self._on_scan_ended(message)
 
@@ -386,14 +387,14 @@ class FsTier(SecondaryTierManager):
         self._index.settle(writes)
         stored = [write.key for write in writes if write.fault is None]
         self._lookups.stored(stored)
-        self._record(stored, stored=True)
+        self._residency.record(stored, stored=True)
         for write in writes:
             if write.fault is not None:
                 self._on_failed_write(write)
             elif not write.moved:
                 self._economy.give_back(write.size)
             if write.kept:
-                self._record(write.kept, stored=True)
+                self._residency.record(write.kept, stored=True)
 
     def _end_waiters(self, writes: Sequence[Write]) -> None:
         """Tell the jobs that asked for these keys."""
@@ -449,7 +450,7 @@ class FsTier(SecondaryTierManager):
         """(key, fault, whether the file was taken away) of loads that failed."""
         self._index.end_reads([key for key, _, _ in loads])
         gone = [key for key, fault, discarded in loads if discarded or fault.means_absent]
-        self._record(self._index.remove(gone), stored=False)
+        self._residency.record(self._index.remove(gone), stored=False)
         self._lookups.lost(gone)
         self._lookups.shun([key for key, fault, discarded in loads if not (discarded or fault.means_absent)])
         if self.settings.on_corrupt == "quarantine":
@@ -484,7 +485,7 @@ class FsTier(SecondaryTierManager):
             self._index.capacity = max(0, self.settings.capacity - size)
         victims = self._index.trim()
         if victims:
-            self._record([victim for victim, _ in victims], stored=False)
+            self._residency.record([victim for victim, _ in victims], stored=False)
             Batch(
                 victims,
                 partial(self._medium.unlink, self._in_use),
@@ -530,7 +531,7 @@ class FsTier(SecondaryTierManager):
             return
         self._epoch += 1
         old, size = self._in_use, self._index.used
-        self._record(self._index.snapshot() if self._events is not None else [], stored=False)
+        self._residency.record(self._index.snapshot() if self._residency.kept else (), stored=False)
         self._evictions_before_reset += self._index.evictions
         self._elsewhere += size
         if old.private:
@@ -587,11 +588,7 @@ class FsTier(SecondaryTierManager):
     # Telling
 
     def take_events(self) -> list[ResidencyEvent]:
-        events = self._events
-        if not events:
-            return []
-        self._events = []
-        return events
+        return self._residency.take()
 
     def get_stats(self) -> Mapping[str, int | float]:
         """Counters since the start; gauges of what the directory in use holds, as far as it is known (bytes)."""
@@ -605,10 +602,6 @@ class FsTier(SecondaryTierManager):
         stats["tier_chunks|tier=fs"] = len(self._index.present)
         stats["fs_stores_paused"] = int(self._clock() < self._paused_until)
         return stats
-
-    def _record(self, keys: Sequence[OffloadKey], *, stored: bool) -> None:
-        if self._events is not None and keys:
-            self._events.append(ResidencyEvent(tuple(keys), self.medium, stored))
 
     def _say(self, text: str, topic: object = None) -> None:
         """One warning, once for its topic (the text itself, where none is given)."""
