@@ -110,7 +110,7 @@ class OurFs(Side):
         return len(results)
 
     def path(self, key: OffloadKey) -> Path:
-        return Path(self.tier._in_use.file_path(key))
+        return Path(self.tier._holdings.namespace.file_path(key))
 
     def shutdown(self) -> None:
         self.tier.shutdown()

@@ -276,7 +276,7 @@ def scanned(root: str, rows: np.ndarray, share_refresh: float) -> fs.OurFs:
     """A tier that knows what its directory holds."""
     side = fs.OurFs(root, rows, share_refresh=share_refresh)
     deadline = time.monotonic() + 60
-    while not side.tier._scanned:
+    while not side.tier._holdings.scanned:
         assert time.monotonic() < deadline, "the directory was never scanned"
         side.tier.on_schedule_end()
         time.sleep(PASS_SECONDS)

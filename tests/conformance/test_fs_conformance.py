@@ -44,7 +44,7 @@ class FsFaults(Faults):
 
     def _path(self, tier: SecondaryTierManager, key: OffloadKey) -> Path:
         assert isinstance(tier, FsTier)
-        return Path(tier._in_use.file_path(key))
+        return Path(tier._holdings.namespace.file_path(key))
 
     def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> None:
         with self._path(tier, key).open("r+b") as file:

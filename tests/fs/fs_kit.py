@@ -205,7 +205,7 @@ class Bench:
         }
 
     def path(self, key: OffloadKey) -> Path:
-        return Path(self.tier._namespace.file_path(key))
+        return Path(self.tier._holdings.namespace.file_path(key))
 
     def assert_idle(self) -> None:
         self.tier.check()

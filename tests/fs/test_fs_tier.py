@@ -246,7 +246,7 @@ def test_the_manifest_says_what_the_directory_is_for(tmp_path: Path) -> None:
     text = json.loads(manifest.read_text())
     assert text["fields"]["model"] == "some/model"
     assert text["fields"]["block_tokens"] == [16]
-    assert manifest.parent.name == bench.tier._namespace.fingerprint.digest
+    assert manifest.parent.name == bench.tier._holdings.namespace.fingerprint.digest
     assert not temporaries(tmp_path)
 
 

@@ -134,7 +134,7 @@ def engine(tmp_path) -> Engine:
 
 
 def path_of(engine: Engine, position: int) -> str:
-    return engine.fs._in_use.file_path(KEYS[position])
+    return engine.fs._holdings.namespace.file_path(KEYS[position])
 
 
 def spoil(path: str, damage: Callable[[bytearray], object]) -> None:
