@@ -24,7 +24,7 @@ def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_any_length_at_any_address() -> None:
-    """Every head, tail and length around a line; no byte beside a fragment changes. A line too many makes this fail."""
+    """Every head, tail and length around a line, nothing beside a fragment. Whole lines for the tail make this fail."""
     pytest.importorskip("numba")
     kernel = stream_copy()
     assert kernel is not None
@@ -73,3 +73,6 @@ def test_fragments_are_as_long_as_they_can_be() -> None:
     assert (copies.device - wide.data_ptr()).tolist() == [3 * 48, 5 * 48, 7 * 48]
     assert (copies.region - slots.ctypes.data).tolist() == [2 * 96, 96, 96 + 48]
     assert copies.num_bytes == 192
+    # Rows lie side by side here, but a copy stays in one: rows may be pinned in different pieces.
+    across = CopyPlan(0, np.array([1, 2]), np.array([1, 0]), np.array([3, 4]))
+    assert copies_of(across, block_fragments(alone), 48, slots).length.tolist() == [48, 48]

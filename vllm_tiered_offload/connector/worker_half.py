@@ -25,8 +25,10 @@ from vllm_tiered_offload.region import HostRegion, fit_geometry, read_memory_bud
 from vllm_tiered_offload.settings import SettingsError
 from vllm_tiered_offload.telemetry.metrics import METRICS, metric_key
 from vllm_tiered_offload.telemetry.stats import OffloadStats
-from vllm_tiered_offload.worker.copy_engines.base import EngineFactory
+from vllm_tiered_offload.worker.copy_engines.base import CopyEngine, EngineFactory
+from vllm_tiered_offload.worker.copy_engines.cuda import device_engine
 from vllm_tiered_offload.worker.copy_engines.host import HostCopyEngine
+from vllm_tiered_offload.worker.copy_engines.torch_device import BatchedOp
 from vllm_tiered_offload.worker.layout import GroupLayout, build_group_layout
 from vllm_tiered_offload.worker.worker import OffloadingConnectorWorker
 
@@ -53,7 +55,7 @@ class WorkerHalf:
         layouts = self._layouts(kv_caches)
         slot_bytes = max(layout.block_bytes for layout in layouts) * config.blocks_per_chunk
         self._region, announcement = agree_on_region(self._ranks, config, slot_bytes)
-        self._worker = OffloadingConnectorWorker(config, self._ranks.rank, host_engine_factory(self._executor_factory))
+        self._worker = OffloadingConnectorWorker(config, self._ranks.rank, engine_factory(self._executor_factory))
         self._worker.attach(layouts, self._region.rank_view(self._ranks.rank))
         if self._ranks.rank == 0:
             signature = "|".join(layout.signature for layout in layouts)
@@ -136,14 +138,27 @@ class WorkerHalf:
             self._region.close()
 
 
-def host_engine_factory(executor_factory: Callable[[], JobExecutor] | None) -> EngineFactory:
-    """Copies by the host; `executor_factory` (tests) replaces the engine's own threads."""
+def engine_factory(executor_factory: Callable[[], JobExecutor] | None) -> EngineFactory:
+    """The engine for the device that the KV cache is on; `executor_factory` (tests) replaces the host engine's threads.
 
-    def make(config: WorkerConfig, layouts: Sequence[GroupLayout], slots: np.ndarray) -> HostCopyEngine:
+    Layouts of one worker are on one device.
+    """
+
+    def make(config: WorkerConfig, layouts: Sequence[GroupLayout], slots: np.ndarray) -> CopyEngine:
+        if layouts[0].device.type != "cpu":
+            return device_engine(config, layouts, slots, _batched_copy())
         executor = executor_factory() if executor_factory is not None else None
         return HostCopyEngine(layouts, slots, config.blocks_per_chunk, config.copy_threads, executor)
 
     return make
+
+
+def _batched_copy() -> BatchedOp | None:
+    """vLLM's own batched copy, a fallback of the device engine; None where this version has none."""
+    from vllm import _custom_ops
+
+    op: BatchedOp | None = getattr(_custom_ops, "swap_blocks_batch", None)
+    return op
 
 
 def agree_on_region(ranks: RankGroup, config: WorkerConfig, slot_bytes: int) -> tuple[HostRegion, RegionAnnouncement]:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm_tiered_offload.contract.config import WorkerConfig
 from vllm_tiered_offload.contract.seams import JobExecutor
 from vllm_tiered_offload.worker.copy_engines.affinity import copy_executor
 from vllm_tiered_offload.worker.copy_engines.base import ComputeEvent, CopyEngine, CopyResult, Direction
@@ -35,6 +36,7 @@ from vllm_tiered_offload.worker.copy_engines.descriptor_pool import DescriptorPo
 from vllm_tiered_offload.worker.copy_engines.device import CopyDevice, Descriptors, DeviceError, DeviceEvent, Stream
 from vllm_tiered_offload.worker.copy_engines.fragments import BlockFragments, block_fragments, copies_of
 from vllm_tiered_offload.worker.copy_engines.host_rows import prepare_rows
+from vllm_tiered_offload.worker.copy_engines.torch_device import BatchedOp, TorchDevice
 from vllm_tiered_offload.worker.copy_plan import CopyPlan
 from vllm_tiered_offload.worker.layout import GroupLayout, refuse_unfit
 
@@ -235,3 +237,10 @@ class CudaCopyEngine(CopyEngine):
         if job.error is None and job.begin is not None and job.end is not None:
             seconds = job.end.seconds_since(job.begin)
         self._results.append(CopyResult(job.job_id, job.direction, job.error, job.num_bytes, seconds))
+
+
+def device_engine(
+    config: WorkerConfig, layouts: Sequence[GroupLayout], slots: np.ndarray, op: BatchedOp | None = None
+) -> CopyEngine:
+    """The `EngineFactory` of accelerators, given vLLM's batched copy where the caller has it. Layouts on one device."""
+    return CudaCopyEngine(layouts, slots, config.blocks_per_chunk, TorchDevice(layouts[0].device, op))
