@@ -24,11 +24,11 @@ def share_vllm_log() -> None:
 
 def check_engine(vllm_config: Any) -> None:
     """Refuse what cannot work, each with the reason (SettingsError, one line)."""
-    if not current_platform.is_cpu():
+    if not (current_platform.is_cpu() or current_platform.is_cuda_alike() or current_platform.is_xpu()):
         raise SettingsError(
             [
-                f"vllm-tiered-offload runs on vLLM's CPU backend so far and this engine runs on "
-                f"{current_platform.device_name}: start the CPU backend, or name another kv_connector"
+                f"vllm-tiered-offload has no copy engine for {current_platform.device_name}: it runs on vLLM's CUDA, "
+                "ROCm, XPU and CPU backends; name another kv_connector"
             ]
         )
     parallel = vllm_config.parallel_config
@@ -61,6 +61,12 @@ def warn_once_at_start(vllm_config: Any) -> None:
         logger.warning(
             'kv_load_failure_policy is "fail" (vLLM\'s default): a failed load ends its request with an error. '
             'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config to compute it instead'
+        )
+    if not current_platform.is_cpu():
+        logger.warning(
+            "copies to and from %s have been tested on a simulated device only: compare answers with and without the "
+            "connector before you trust them, and run ci/gpu_check.sh of the source tree",
+            current_platform.device_name,
         )
     if not vllm_config.cache_config.enable_prefix_caching:
         logger.warning("prefix caching is off: prompts come back from host memory only, never from the device")
