@@ -14,7 +14,7 @@ from vllm_tiered_offload.contract.messages import DeviceJob, GroupTransfer, Step
 from vllm_tiered_offload.testing.fakes.copy_device import FakeDevice
 from vllm_tiered_offload.testing.fakes.copy_driver import FakeDriver, UnorderedAccess
 from vllm_tiered_offload.testing.fakes.seams import ManualExecutor
-from vllm_tiered_offload.worker.copy_engines import host_rows
+from vllm_tiered_offload.worker.copy_engines import cuda, host_rows
 from vllm_tiered_offload.worker.copy_engines.base import CopyResult, Direction
 from vllm_tiered_offload.worker.copy_engines.choice import device_choice
 from vllm_tiered_offload.worker.copy_engines.cuda import CudaCopyEngine
@@ -289,6 +289,18 @@ def test_buffers_are_used_again_and_not_too_early() -> None:
     assert len(rig.engine.poll()) == 3
     for turn in range(3):
         np.testing.assert_array_equal(rig.row(turn)[0, 1], rig.kv[1][turn + 10].numpy())
+
+
+def test_a_long_job_is_launched_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device copies while the next descriptors are written; one result, all bytes."""
+    monkeypatch.setattr(cuda, "LAUNCH_COPIES", 6)
+    rig = Rig()
+    rig.submit(1, Direction.STORE, [0, 1, 2, 3], [9, 1, 7, 3, 5, 2, 8])
+    assert rig.device.launches == [("batch", 6), ("batch", 6), ("batch", 2)]
+    rig.driver.run_all(random.Random(5))
+    assert [(r.error, r.num_bytes) for r in rig.engine.poll()] == [(None, 7 * BLOCK_BYTES)]
+    np.testing.assert_array_equal(rig.row(3)[0, 1], rig.kv[1][8].numpy())
+    np.testing.assert_array_equal(rig.row(1)[1, 0], rig.kv[0][3].numpy())
 
 
 def test_the_pool_keeps_few_of_a_size_and_rounds_up() -> None:

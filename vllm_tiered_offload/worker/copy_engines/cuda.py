@@ -41,6 +41,8 @@ from vllm_tiered_offload.worker.copy_plan import CopyPlan
 from vllm_tiered_offload.worker.layout import GroupLayout, refuse_unfit
 
 WAIT_STEP = 0.0005
+# Copies of one launch: the device moves them while descriptors of the next are written.
+LAUNCH_COPIES = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -202,13 +204,18 @@ class CudaCopyEngine(CopyEngine):
             job.after.synchronize()
         job.begin = self._device.record(lane.stream)
         for plan in job.plans:
-            layout = self._layouts[plan.group_idx]
-            copies = copies_of(plan, self._fragments[plan.group_idx], layout.block_bytes, self._slots)
-            buffer = self._pool.take(len(copies.length))
-            job.buffers.append(buffer)
-            buffer.fill(job.direction, copies)
-            self._choice.method(job.direction, copies).launch(buffer, lane.stream)
-            job.num_bytes += copies.num_bytes
+            fragments = self._fragments[plan.group_idx]
+            at_once = max(1, LAUNCH_COPIES // len(fragments.length))
+            for start in range(0, plan.num_blocks, at_once):
+                self._launch_part(lane, job, plan.part(start, start + at_once), fragments)
+
+    def _launch_part(self, lane: _Lane, job: _Job, plan: CopyPlan, fragments: BlockFragments) -> None:
+        copies = copies_of(plan, fragments, self._layouts[plan.group_idx].block_bytes, self._slots)
+        buffer = self._pool.take(len(copies.length))
+        job.buffers.append(buffer)
+        buffer.fill(job.direction, copies)
+        self._choice.method(job.direction, copies).launch(buffer, lane.stream)
+        job.num_bytes += copies.num_bytes
 
     def _mark_end(self, lane: _Lane, job: _Job) -> None:
         """An event behind all that the job has launched, or the certainty that nothing of it runs; else raises."""
