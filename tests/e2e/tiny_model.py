@@ -1,4 +1,4 @@
-"""A Llama small enough to be made by the tests: random weights, and a tokenizer of made-up words."""
+"""Models small enough to be made by the tests: random weights, and a tokenizer of made-up words."""
 
 from pathlib import Path
 
@@ -27,6 +27,38 @@ def make_tiny_llama(target: Path) -> Path:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(target)
+    make_tokenizer(target)
+    return target
+
+
+def make_tiny_gemma(target: Path, window: int) -> Path:
+    """A Gemma 3 of two sliding-window layers for each full-attention one: three KV groups over the same tensors."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        sliding_window=window,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        max_position_embeddings=8192,
+        initializer_range=0.15,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config)
+    # Gemma's embeddings are scaled up and shared with the output: at full size each token would only repeat itself.
+    model.model.embed_tokens.weight.data.mul_(0.25)
+    model.to(torch.bfloat16).save_pretrained(target)
     make_tokenizer(target)
     return target
 
