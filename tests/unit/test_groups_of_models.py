@@ -1,0 +1,138 @@
+"""Which KV cache configurations are offloaded, and why another one is not (case 51): said at start, never later."""
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupRole,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from vllm_tiered_offload.connector.views import group_shapes, offloaded_groups, why_not_offloadable
+from vllm_tiered_offload.scheduler.views import GroupShape
+
+PAGE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+
+
+def full(block: int = 16) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block, **PAGE)
+
+
+def sliding(block: int = 16, **fields: Any) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=block, sliding_window=64, **fields, **PAGE)
+
+
+def ring() -> CircularBufferSpec:
+    return CircularBufferSpec(block_size=4, **PAGE)
+
+
+def mamba() -> MambaSpec:
+    return MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+
+
+def config(*groups: Any) -> KVCacheConfig:
+    specs = [group if isinstance(group, KVCacheGroupSpec) else KVCacheGroupSpec(["l"], group) for group in groups]
+    return KVCacheConfig(8, [], specs, hash_block_size=16)
+
+
+SERVED: dict[str, tuple[Callable[[], KVCacheConfig], list[GroupShape]]] = {
+    "one group": (lambda: config(full()), [GroupShape(16, 32, 16)]),
+    "mla": (lambda: config(MLAAttentionSpec(block_size=16, **PAGE)), [GroupShape(16, 32, 16)]),
+    "pages of two sizes": (
+        lambda: config(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": full(), "b": full()})),
+        [GroupShape(16, 32, 16)],
+    ),
+    "gemma 3": (
+        lambda: config(sliding(), sliding(), full()),
+        [
+            GroupShape(16, 32, 16, 0, window=64),
+            GroupShape(16, 32, 16, 1, window=64),
+            GroupShape(16, 32, 16, 2),
+        ],
+    ),
+    "blocks of 16 and 32": (
+        lambda: config(full(), sliding(32)),
+        [GroupShape(16, 32, 16, 0), GroupShape(32, 64, 16, 1, window=64)],
+    ),
+    "llama 4": (
+        lambda: config(full(), ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=128, **PAGE)),
+        [GroupShape(16, 32, 16, 0), GroupShape(16, 32, 16, 1, local_span=128)],
+    ),
+    "a window and tokens kept beyond it": (
+        lambda: config(sliding(extra_retained_tokens=3)),
+        [GroupShape(16, 32, 16, 0, window=67)],
+    ),
+    "blocks of 16, and a ring of 4 that nobody caches": (
+        lambda: config(ring(), full()),
+        [GroupShape(16, 32, 16, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_case_51_offloaded(case: str) -> None:
+    make, wanted = SERVED[case]
+    assert why_not_offloadable(make()) is None
+    assert list(group_shapes(None, make(), 2)) == wanted
+
+
+NOT_SERVED: dict[str, tuple[Callable[[], KVCacheConfig], str]] = {
+    "no cache": (config, "no KV cache"),
+    "a ring alone": (lambda: config(ring()), "no KV cache"),
+    "recurrent": (lambda: config(mamba()), r"^its KV cache is of type MambaSpec"),
+    "hybrid": (lambda: config(full(), mamba()), r"group 1 of 2: .*MambaSpec"),
+    "replayed window": (
+        lambda: config(full(), SlidingWindowMLASpec(block_size=16, sliding_window=64, bounded_replay=True, **PAGE)),
+        "group 1 of 2: .*no part in prefix caching",
+    ),
+    "not transferred": (
+        lambda: config(full(), KVCacheGroupSpec(["l"], full(), enable_kv_transfer=False)),
+        "group 1 of 2: .*no part in prefix caching",
+    ),
+    "in host memory": (
+        lambda: config(KVCacheGroupSpec(["l"], full(), role=KVCacheGroupRole.HISPARSE_SOURCE)),
+        "host memory",
+    ),
+    "draft model beside others": (
+        lambda: config(full(), KVCacheGroupSpec(["l"], full(), is_eagle_group=True)),
+        "group 1 of 2: .*draft model",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_SERVED)
+def test_case_51_served_without_offloading(case: str) -> None:
+    make, reason = NOT_SERVED[case]
+    said = why_not_offloadable(make())
+    assert said is not None
+    assert re.search(reason, said), said
+
+
+def test_what_is_not_loaded_is_not_said_to_be() -> None:
+    """vLLM clears blocks that a load does not fill: what its default says we load is what we do load."""
+    for make, _ in SERVED.values():
+        assert tuple(offloaded_groups(make())) == make().prefix_cacheable_group_ids
+
+
+def test_context_parallelism_is_refused() -> None:
+    from vllm_tiered_offload.connector.startup import check_engine
+    from vllm_tiered_offload.settings import SettingsError
+
+    parallel = SimpleNamespace(
+        local_world_size=2, world_size=2, decode_context_parallel_size=2, prefill_context_parallel_size=1
+    )
+    with pytest.raises(SettingsError, match="context parallelism"):
+        check_engine(SimpleNamespace(parallel_config=parallel))
