@@ -41,10 +41,7 @@ _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PE
 _NO_ROW_YET = -1
 
 # What the lookup counters are called, by result; RETRY never comes from memory.
-_LOOKUP_STAT = {
-    result: f"block_lookups_total|tier=cpu|result={result.value}"
-    for result in (_HIT, _MISS, _PENDING)
-}
+_LOOKUP_STAT = {result: f"block_lookups_total|tier=cpu|result={result.value}" for result in (_HIT, _MISS, _PENDING)}
 
 
 class CpuTierSettings(Block):
