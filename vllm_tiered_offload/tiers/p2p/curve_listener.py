@@ -73,7 +73,7 @@ class CurveListener:
         return self._send(peer, [message])
 
     def send_row(self, peer: PeerId, row: RowToSend) -> bool:
-        sent = self._send(peer, [row.head, row.header, row.row])
+        sent = self._send(peer, [row.head, row.prove(), row.row])
         row.done()
         return sent
 

@@ -28,10 +28,13 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class RowToSend:
-    """A row behind what goes in front of it. It may be read while `holds()`, and `done()` is called after that."""
+    """A row behind what goes in front of it. It may be read while `holds()`, and `done()` is called after that.
+
+    `prove` makes the header, which reads the row: just before it is sent, so that its bytes are in the cache.
+    """
 
     head: bytes  # the message
-    header: bytes
+    prove: Callable[[], bytes]
     row: memoryview
     holds: Callable[[], bool]
     done: Callable[[], None]

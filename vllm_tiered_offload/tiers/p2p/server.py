@@ -192,7 +192,7 @@ class PeerServer(IoThread):
         promises, round_id = serving.owner.promises, (peer, reply.request, reply.round)
         return RowToSend(
             encode(Data(reply.request, reply.round, row.part)),
-            self._prove(row),
+            partial(self._prove, row),
             serving.rows[row.row],
             promises.holder(*round_id),
             partial(promises.done, *round_id, [row.part]),

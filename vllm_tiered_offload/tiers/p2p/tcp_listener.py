@@ -7,7 +7,7 @@ welcomed, and STRANGER_BYTES of anybody else; strangers have STRANGER_SECONDS to
 
 import socket
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -31,9 +31,30 @@ MAX_UNSENT_BYTES = 8 << 20  # rows not counted: they are where they are
 
 @dataclass(slots=True)
 class _Chunk:
-    view: memoryview
-    holds: Callable[[], bool] | None = None  # of a row: whether it may be read
-    done: Callable[[], None] | None = None
+    """Bytes to send: those of a message, or of a row, which is proved when its turn comes."""
+
+    views: list[memoryview]  # what is left; of a row, once its turn has come
+    row: RowToSend | None = None
+
+    def begin(self) -> bool:
+        """Before anything is read; whether it may be."""
+        if self.row is None:
+            return True
+        if not self.row.holds():
+            return False
+        if not self.views:
+            self.views = [memoryview(frame(self.row.head) + self.row.prove()), self.row.row]
+        return True
+
+    def advance(self, sent: int) -> bool:
+        """So many bytes went; whether all have gone."""
+        while self.views and sent >= len(self.views[0]):
+            sent -= len(self.views.pop(0))
+        if self.views:
+            self.views[0] = self.views[0][sent:]
+        elif self.row is not None:
+            self.row.done()
+        return not self.views
 
 
 @dataclass(slots=True, eq=False)
@@ -178,21 +199,20 @@ class TcpListener:
     # ---- what goes ---------------------------------------------------------------------------------------------
 
     def say(self, peer: PeerId, message: bytes) -> bool:
-        return self._queue(peer, [_Chunk(memoryview(frame(message)))], len(message))
+        return self._queue(peer, _Chunk([memoryview(frame(message))]), len(message))
 
     def send_row(self, peer: PeerId, row: RowToSend) -> bool:
-        head = frame(row.head) + row.header
-        return self._queue(peer, [_Chunk(memoryview(head)), _Chunk(row.row, row.holds, row.done)], len(head))
+        return self._queue(peer, _Chunk([], row), len(row.head))
 
-    def _queue(self, peer: PeerId, chunks: list[_Chunk], num_bytes: int) -> bool:
+    def _queue(self, peer: PeerId, chunk: _Chunk, num_bytes: int) -> bool:
         connection = self._by_peer.get(peer)
         if connection is None:
             return True  # it will be told as gone
         connection.unsent_bytes += num_bytes
-        if len(connection.unsent) + len(chunks) > MAX_UNSENT_CHUNKS or connection.unsent_bytes > MAX_UNSENT_BYTES:
+        if len(connection.unsent) >= MAX_UNSENT_CHUNKS or connection.unsent_bytes > MAX_UNSENT_BYTES:
             return False
         was_idle = not connection.unsent
-        connection.unsent.extend(chunks)
+        connection.unsent.append(chunk)
         if was_idle:
             self._send(connection)
         return True
@@ -202,22 +222,19 @@ class TcpListener:
         budget, unsent = BYTES_A_TURN, connection.unsent
         while unsent and budget > 0:
             chunk = unsent[0]
-            if chunk.holds is not None and not chunk.holds():
+            if not chunk.begin():
                 self._end(connection, stuck=True)
                 return
             try:
-                sent = connection.sock.send(chunk.view)
+                sent = connection.sock.sendmsg(chunk.views)
             except BlockingIOError:
                 break
             except OSError:
                 self._end(connection)
                 return
             budget -= sent
-            chunk.view = chunk.view[sent:]
-            if not chunk.view:
+            if chunk.advance(sent):
                 unsent.popleft()
-                if chunk.done is not None:
-                    chunk.done()
         if not unsent:
             connection.unsent_bytes = 0
         self._renew_deadline(connection, progress=budget < BYTES_A_TURN)
