@@ -1,6 +1,4 @@
-"""Another engine in a process of its own.
-
-`p2p_owner_process.py ROWS ROW_BYTES CHUNKS SECONDS_A_ROW TRANSPORT [restless]`
+"""Another engine in its own process: `p2p_owner_process.py ROWS ROW_BYTES CHUNKS SECONDS_A_ROW TRANSPORT [restless]`.
 
 It fills its memory, prints its port, and from then on its main thread, which would be the scheduler's, sleeps.
 """
