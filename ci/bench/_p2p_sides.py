@@ -141,7 +141,15 @@ class TierPuller:
         self.owner = Owner("tier", region, {"transport": transport, **owner})
         peer = {"host": HOST, "port": self.owner.where["port"], **own.pop("peer", {})}
         self.tier = P2pTier.from_settings(
-            {"peers": [peer], "transport": transport, "lookup_cache": 0, **own}, engine_id="puller"
+            {
+                "peers": [peer],
+                "transport": transport,
+                "lookup_cache": 0,
+                "lookup_timeout": 5,
+                "silence_timeout": 5,
+                **own,
+            },
+            engine_id="puller",
         )
         self.tier.bind_region(region.rows, region.geometry, FINGERPRINT)
         self.keys = keys_of(len(region.rows))

@@ -26,6 +26,7 @@ from vllm_tiered_offload.tiers.p2p.messages import DIGEST_BYTES, Memory
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings, is_loopback
 
 MEMORY = "DRAM"
+PAUSE_SECONDS = 50e-6  # between two polls: the kernel's buffers hold more than comes meanwhile
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
 # The environment of the process is one: agents are made one after the other.

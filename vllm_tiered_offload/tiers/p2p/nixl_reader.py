@@ -6,6 +6,7 @@ The thread that owns this polls while a READ is in flight.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from vllm_tiered_offload.contract.seams import Clock
 from vllm_tiered_offload.tiers.p2p.instructions import Address, PartId, Wanted
 from vllm_tiered_offload.tiers.p2p.messages import Memory
-from vllm_tiered_offload.tiers.p2p.nixl_agent import MEMORY, Agent, NixlError, digest
+from vllm_tiered_offload.tiers.p2p.nixl_agent import MEMORY, PAUSE_SECONDS, Agent, NixlError, digest
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +132,12 @@ class NixlReader:
         """What has happened. Begins what there is room for."""
         while self._made:
             yield from self._on_made(*self._made.popleft())
-        for peer in list(self._peers.values()):
-            if peer.agent is not None and (peer.wanted or peer.reads):
-                yield from self._poll(peer, peer.agent)
+        busy = [peer for peer in self._peers.values() if peer.agent is not None and (peer.wanted or peer.reads)]
+        for peer in busy:
+            assert peer.agent is not None
+            yield from self._poll(peer, peer.agent)
+        if any(peer.reads for peer in busy):
+            time.sleep(PAUSE_SECONDS)
 
     def _on_made(self, peer: _Peer, agent: Agent | None, name: str, error: str) -> Iterator[Attached]:
         if error and not peer.dropped:

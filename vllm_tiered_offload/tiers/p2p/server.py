@@ -5,6 +5,7 @@ No send blocks, and nothing reads a row after its promise has ended.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from vllm_tiered_offload.tiers.p2p.io_thread import IoThread
 from vllm_tiered_offload.tiers.p2p.leases import PeerId, PromisedRow
 from vllm_tiered_offload.tiers.p2p.listener import Arrived, Listener, RowToSend
 from vllm_tiered_offload.tiers.p2p.messages import Data, Proofs, Reason, Welcome, encode
-from vllm_tiered_offload.tiers.p2p.nixl_agent import Agent, NixlError, why_not_nixl
+from vllm_tiered_offload.tiers.p2p.nixl_agent import PAUSE_SECONDS, Agent, NixlError, why_not_nixl
 from vllm_tiered_offload.tiers.p2p.serving import Owner, ProveRows, SendRows
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
 from vllm_tiered_offload.tiers.p2p.tcp_listener import TcpListener
@@ -129,6 +130,7 @@ class PeerServer(IoThread):
                 owner.drop(event.peer)
         if self._agent is not None and owner.promises.num_reading:
             self._agent.progress()
+            time.sleep(PAUSE_SECONDS)
 
     def _begin(self, listener: Listener, serving: _Serving) -> None:
         if self._agent is not None:

@@ -22,6 +22,7 @@ from vllm_tiered_offload.tiers.p2p.transport import Event, Garbled, Heard, Lost,
 
 CONNECT_SECONDS = 2.0
 BYTES_A_TURN = 4 << 20  # of one connection, before others have theirs
+WAKE_BYTES = 256 << 10
 MAX_UNSENT = 4 << 20  # bytes said to a peer that does not take them
 
 
@@ -42,6 +43,7 @@ class _Connection:
     step: Callable[["_Connection"], Event | None] | None = None
     data: Data | None = None
     header: memoryview | None = None
+    enough: int = 1  # bytes that have to be there to wake us
     wanted: bool = False  # `buffer` is the row of `data`
 
     def expect(self, buffer: memoryview, step: Callable[["_Connection"], Event | None]) -> None:
@@ -130,6 +132,7 @@ class TcpTransport:
             try:
                 count = source.recv_into(connection.buffer[connection.filled :])
             except BlockingIOError:
+                self._wait_for_enough(connection, source)
                 break
             except OSError:
                 count = 0
@@ -144,6 +147,13 @@ class TcpTransport:
                     yield event
         if not connection.dropped and connection.data is not None:
             yield Moving(connection.address)
+
+    def _wait_for_enough(self, connection: _Connection, source: socket.socket) -> None:
+        """Of a row, more than the next packet: waking up for each costs more than the copy."""
+        enough = min(len(connection.buffer) - connection.filled, WAKE_BYTES)
+        if enough != connection.enough:
+            connection.enough = enough
+            source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
 
     # ---- what comes, part by part ------------------------------------------------------------------------------
 
