@@ -14,12 +14,15 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 export VLLM_CPU_NUM_OF_RESERVED_CPU=1
 export VLLM_CPU_KVCACHE_SPACE=1 # GiB; the number of blocks above decides, this only has to be enough
 
-ENGINE=
+ENGINES=() # that run, the newest last
 stop_engine() {
-    [ -z "$ENGINE" ] || stop_group "$ENGINE"
-    ENGINE=
+    [ ${#ENGINES[@]} -eq 0 ] || stop_group "${ENGINES[-1]}"
+    unset 'ENGINES[-1]'
 }
-trap stop_engine EXIT
+stop_engines() {
+    while [ ${#ENGINES[@]} -gt 0 ]; do stop_engine; done
+}
+trap stop_engines EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
@@ -49,8 +52,8 @@ start_engine() {
     vllm_serve "$VENV" "$MODEL" --served-model-name "$NAME" --host 127.0.0.1 --port "$port" \
         --dtype bfloat16 --block-size 32 --num-gpu-blocks-override "$DEVICE_BLOCKS" --max-model-len 4096 \
         --max-num-batched-tokens 4096 --enforce-eager --shutdown-timeout 20 "$@" >"$log" 2>&1 </dev/null &
-    ENGINE=$!
-    wait_healthy "$ENGINE" "$URL" "$log"
+    ENGINES+=($!)
+    wait_healthy "${ENGINES[-1]}" "$URL" "$log"
 }
 
 # client RUN [arguments]: the example's own client against the engine that runs now.

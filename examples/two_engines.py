@@ -1,0 +1,195 @@
+"""Client of two_engines.sh: engine A computes prompts, engine B pulls them from A; then A is killed under a pull.
+
+    two_engines.py reference --url URL --answers FILE                            a server without the connector
+    two_engines.py seed      --url URL --answers FILE                            engine A
+    two_engines.py pull      --url URL --answers FILE --owner PID --json FILE    engine B; --owner is A's process group
+
+Each prompt is sent alone and in the same state of the cache in every run, so "equal" may mean equal to the last bit of
+every log-probability: what B pulls is compared with the reference's device hit, which computes the same tail.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from host_memory import ANSWER_TOKENS, ask, ask_twice, conversation, differences, progress, ttft
+from http_client import Answer, Metrics, Server
+
+TOKENS, SHORT_TOKENS = 2900, 600
+BLOCK_TOKENS, KV_BYTES_PER_TOKEN = 32, 23040
+PULLED = range(6)
+"""Conversations that A has. As in each of these lists, the first one is the warm-up where times are taken."""
+COLD = range(100, 106)  # that nobody has
+UNDER_FIRE = range(200, 203)  # that A has; A is killed while B pulls one of them
+AFTERWARDS = range(300, 305)  # short ones that only A had
+
+PULLED_BYTES = "vllm:tiered_offload_tier_bytes_total"
+
+
+def main() -> int:
+    args = parse_args()
+    server = Server(args.url, args.model)
+    if args.run == "reference":
+        args.answers.write_text(json.dumps({"device": told(hits(server)), "cold": told(computed(server))}))
+        return 0
+    if args.run == "seed":
+        ask(server, [*prompts(server, PULLED), *prompts(server, UNDER_FIRE), *afterwards(server)], "A computes")
+        return 0
+    return pull(server, args)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", choices=["reference", "seed", "pull"])
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--model", required=True, help="the name that the server gives its model")
+    parser.add_argument("--answers", type=Path, required=True, help="the reference run's answers")
+    parser.add_argument("--owner", type=int, help="the process group of engine A")
+    parser.add_argument("--json", type=Path, help="where the result goes")
+    return parser.parse_args()
+
+
+def prompts(server: Server, numbers: range) -> list[list[int]]:
+    return [conversation(server, number, TOKENS) for number in numbers]
+
+
+def afterwards(server: Server) -> list[list[int]]:
+    return [conversation(server, number, SHORT_TOKENS) for number in AFTERWARDS]
+
+
+def hits(server: Server) -> list[Answer]:
+    return [device for _, device in ask_twice(server, prompts(server, PULLED))]
+
+
+def computed(server: Server) -> list[Answer]:
+    return ask(server, [*prompts(server, COLD), *prompts(server, UNDER_FIRE), *afterwards(server)], "cold")
+
+
+def told(answers: list[Answer]) -> list[dict[str, Any]]:
+    return [asdict(answer) for answer in answers]
+
+
+# ---- engine B ------------------------------------------------------------------------------------------------------
+
+
+def pull(server: Server, args: argparse.Namespace) -> int:
+    reference = {name: [Answer(**one) for one in all_] for name, all_ in json.loads(args.answers.read_text()).items()}
+    wanted_cold, wanted_fire, wanted_after = split(reference["cold"], len(COLD), len(UNDER_FIRE))
+
+    cold = ask(server, prompts(server, COLD), "computed")
+    before = server.settled_metrics()
+    pulled = ask(server, prompts(server, PULLED), "pulled")
+    after = server.settled_metrics()
+    problems = transfer_problems(before, after, sum(len(p) // BLOCK_TOKENS for p in prompts(server, PULLED)))
+    unequal = [
+        *differences("computed", cold, wanted_cold),
+        *differences("pulled", pulled, reference["device"]),
+    ]
+    lived_on = survive(server, args.owner, wanted_fire, wanted_after)
+    times = {"cold": ttft(cold), "pulled": ttft(pulled)}
+    result = {
+        "outputs_equal": not unequal,
+        "ttft_ms": times,
+        "ratio": round(times["cold"] / times["pulled"], 1),
+        "tokens_pulled": pulled_tokens(before, after),
+        "survived_peer_kill": not lived_on,
+    }
+    problems += unequal + lived_on
+    show(result)
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    for problem in problems:
+        print(f"  FAILED  {problem}")
+    print(json.dumps(result))
+    return 1 if problems else 0
+
+
+def split(answers: list[Answer], *lengths: int) -> Iterator[list[Answer]]:
+    """Lists of these lengths, and the rest."""
+    start = 0
+    for length in lengths:
+        yield answers[start : start + length]
+        start += length
+    yield answers[start:]
+
+
+def pulled_tokens(before: Metrics, after: Metrics) -> int:
+    return int(after.cached_tokens("p2p") - before.cached_tokens("p2p"))
+
+
+def pulled_bytes(metrics: Metrics) -> float:
+    return metrics.total(PULLED_BYTES, tier="p2p", direction="load")
+
+
+def transfer_problems(before: Metrics, after: Metrics, blocks: int) -> list[str]:
+    """What the counters of /metrics do not agree on. The tier's bytes are the rows', and a frame of each."""
+    problems = []
+    tokens, wanted = pulled_tokens(before, after), blocks * BLOCK_TOKENS
+    if tokens != wanted:
+        problems.append(f"{tokens:,} tokens were pulled, {wanted:,} should have been")
+    moved, rows = pulled_bytes(after) - pulled_bytes(before), tokens * KV_BYTES_PER_TOKEN
+    if not rows <= moved <= 1.01 * rows:
+        problems.append(f"{moved:,.0f} bytes were pulled for {tokens:,} tokens of {KV_BYTES_PER_TOKEN:,} bytes")
+    return problems
+
+
+# ---- the kill ------------------------------------------------------------------------------------------------------
+
+
+def survive(server: Server, owner: int, wanted_fire: list[Answer], wanted_after: list[Answer]) -> list[str]:
+    """Kill A in the middle of a pull; what was wrong with that request and five more."""
+    whole = TOKENS // BLOCK_TOKENS * BLOCK_TOKENS * KV_BYTES_PER_TOKEN
+    for prompt, want in zip(prompts(server, UNDER_FIRE), wanted_fire, strict=True):
+        before = server.settled_metrics()
+        answer, killed = killing(server, owner, prompt, pulled_bytes(before), whole)
+        if answer.text != want.text:
+            return [f"the request whose peer died said {answer.text!r}, the reference {want.text!r}"]
+        if killed:
+            break
+    else:
+        return [f"A was never caught in the middle of a pull, in {len(UNDER_FIRE)} tries"]
+    moved = pulled_bytes(server.settled_metrics()) - pulled_bytes(before)
+    print(f"  A was killed in the middle of a pull: {moved / 2**20:,.1f} of {whole / 2**20:,.1f} MiB had come")
+    problems = [] if 0 < moved < whole else [f"{moved:,.0f} bytes had come, and 1 to {whole - 1:,} are a middle"]
+    return problems + differences("after the kill", ask(server, afterwards(server), "A is gone"), wanted_after)
+
+
+def killing(server: Server, owner: int, prompt: list[int], before: float, whole: int) -> tuple[Answer, bool]:
+    """The answer to a prompt that A has, and whether A was killed while B pulled it.
+
+    A is stopped at the first bytes. If all have come by then it goes on, and the next prompt gets its chance.
+    """
+    answers: list[Answer] = []
+    asking = threading.Thread(target=lambda: answers.append(server.complete(prompt, ANSWER_TOKENS)))
+    watcher = Server(str(server.http.base_url), server.model)
+    asking.start()
+    while asking.is_alive() and pulled_bytes(watcher.metrics()) == before:
+        time.sleep(0.001)
+    os.killpg(owner, signal.SIGSTOP)
+    is_middle = 0 < pulled_bytes(watcher.metrics()) - before < whole
+    os.killpg(owner, signal.SIGKILL if is_middle else signal.SIGCONT)
+    asking.join()
+    progress(1, prompt, "A was killed" if is_middle else f"came too fast ({answers[0].ttft_ms:,.0f} ms): once more")
+    return answers[0], is_middle
+
+
+def show(result: dict[str, Any]) -> None:
+    names = {"cold": "nowhere: computed by B", "pulled": "A's memory"}
+    cold = result["ttft_ms"]["cold"]
+    print("\n  where the prompt came from    time to first token    against cold    tokens pulled    same text")
+    for source, value in result["ttft_ms"].items():
+        tokens = f"{result['tokens_pulled']:,}" if source == "pulled" else "-"
+        same = "yes" if result["outputs_equal"] else "NO"
+        print(f"  {names[source]:<28} {value:>14,.1f} ms {cold / value:>14.1f}x {tokens:>16} {same:>12}")
+    print(f"  B answered as before when A was killed in the middle of a pull: {result['survived_peer_kill']}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
