@@ -189,7 +189,9 @@ class Engine:
         return result.successful_keys
 
     def stat(self, name: str) -> float:
-        return self.tier.get_stats().get(name, 0)
+        """A number, or the sum over the labels that are left out of its name."""
+        stats = self.tier.get_stats()
+        return stats.get(name) or sum(value for key, value in stats.items() if key.startswith(f"{name}|"))
 
     def close(self) -> None:
         self.tier.shutdown()

@@ -14,7 +14,7 @@ import pytest
 PACKAGE = "vllm_tiered_offload"
 GROUPS = {
     "vllm.general_plugins": {"tiered_offload"},
-    "vllm_tiered_offload.tiers": {"cpu", "fs"},
+    "vllm_tiered_offload.tiers": {"cpu", "fs", "p2p"},
     "vllm_tiered_offload.eviction_policies": {"lru", "arc"},
 }
 

@@ -9,6 +9,7 @@ import zmq
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.seams import Clock, monotonic
+from vllm_tiered_offload.telemetry.metrics import metric_key
 from vllm_tiered_offload.tiers.p2p.bounded_log import BoundedLog
 from vllm_tiered_offload.tiers.p2p.checker import RowChecker, find_fault
 from vllm_tiered_offload.tiers.p2p.curve_transport import CurveTransport
@@ -108,12 +109,20 @@ class PeerClient(IoThread):
 
     def stats(self) -> Mapping[str, int | float]:
         """Numbers by flat key. From any thread."""
-        failures = dict(self._pulling.failures)
+        pulling, load = self._pulling, {"tier": "p2p", "direction": "load"}
+        bytes_from, seconds_from = dict(pulling.bytes_from), dict(pulling.seconds_from)
         return {
-            "p2p_rows_read_total": self._reader.num_rows if self._reader is not None else 0,
-            "p2p_peers_up": sum(self._pulling.is_up(address) for address in self._keys),
-            "tier_bytes_total|tier=p2p|direction=load": self._pulling.bytes_from.total(),
-            **{f"p2p_peer_failures_total|peer={peer}|kind={kind}": count for (peer, kind), count in failures.items()},
+            metric_key("p2p_rows_read_total"): self._reader.num_rows if self._reader is not None else 0,
+            metric_key("tier_bytes_total", **load): sum(bytes_from.values()),
+            metric_key("tier_seconds_total", **load): sum(seconds_from.values()),
+            **{metric_key("tier_failures_total", **load, kind=kind): n for kind, n in dict(pulling.failed_rows).items()},
+            **{metric_key("p2p_peers_up", peer=str(peer)): int(pulling.is_up(peer)) for peer in self._keys},
+            **{metric_key("p2p_pulled_bytes_total", peer=str(peer)): n for peer, n in bytes_from.items()},
+            **{metric_key("p2p_pull_seconds_total", peer=str(peer)): n for peer, n in seconds_from.items()},
+            **{
+                metric_key("p2p_peer_failures_total", peer=str(peer), kind=kind): n
+                for (peer, kind), n in dict(pulling.failures).items()
+            },
         }
 
     # ---- on the thread -----------------------------------------------------------------------------------------

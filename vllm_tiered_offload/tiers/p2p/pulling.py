@@ -340,7 +340,7 @@ class Pulling:
     @property
     def seconds_from(self) -> dict[Address, float]:
         """How long each peer owed us rows."""
-        return {peer.address: peer.pulling_seconds for peer in self._peers.values()}
+        return {address: peer.pulling_seconds for address, peer in list(self._peers.items())}
 
     def is_up(self, address: Address) -> bool:
         """Whether the peer has welcomed us and did not fail since."""
