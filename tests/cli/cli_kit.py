@@ -21,15 +21,16 @@ class Outcome(NamedTuple):
 
 
 class Command:
-    """`command("ls", root)` runs `vllm-tiered-offload fs ls root`."""
+    """`Command(capsys, "fs")("ls", root)` runs `vllm-tiered-offload fs ls root`."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, capsys: pytest.CaptureFixture[str], group: str) -> None:
         self._capsys = capsys
+        self._group = group
 
     def __call__(self, *arguments: object) -> Outcome:
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            main(["fs", *map(str, arguments)])
+            main([self._group, *map(str, arguments)])
         out, err = self._capsys.readouterr()
         code = end.value.code or 0
         assert isinstance(code, int)

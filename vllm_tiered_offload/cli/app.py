@@ -4,6 +4,7 @@ import typer
 
 from vllm_tiered_offload import __version__
 from vllm_tiered_offload.cli.fs import fs
+from vllm_tiered_offload.cli.p2p import p2p
 
 app = typer.Typer(
     help="Tools of vllm-tiered-offload, the KV-cache offloading connector for vLLM.",
@@ -12,6 +13,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(fs, name="fs")
+app.add_typer(p2p, name="p2p")
 
 
 @app.command()

@@ -4,6 +4,7 @@ libzmq asks for every new connection, with a request of the ZAP protocol (RFC 27
 whether that key may connect and what its user is called. We call it by its key, so an identity cannot be chosen.
 """
 
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -52,3 +53,16 @@ def answer_zap(parts: Sequence[bytes], allowed: Collection[str]) -> list[bytes]:
     if user in allowed:
         return [b"1.0", request_id, b"200", b"OK", user.encode(), b""]
     return [b"1.0", request_id, b"400", b"not allowed", b"", b""]
+
+
+def new_keys() -> OwnKeys:
+    """A fresh key pair."""
+    return OwnKeys(*zmq.curve_keypair())
+
+
+def write_key_file(path: str, keys: OwnKeys) -> None:
+    """A new file with the secret half, which its owner alone may read. Raises OSError, also where a file is there."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, 0o600)  # whatever the umask is
+        file.write(keys.secret + b"\n")
