@@ -25,6 +25,7 @@ from vllm_tiered_offload import (
     SecondaryTierManager,
 )
 from vllm_tiered_offload.testing.conformance import Faults, SecondaryTierConformance
+from vllm_tiered_offload.tiers.p2p.directory import PeerDirectory
 from vllm_tiered_offload.tiers.p2p.instructions import Address
 from vllm_tiered_offload.tiers.p2p.messages import Reason, Refuse
 from vllm_tiered_offload.tiers.p2p.settings import PeerAddress
@@ -149,8 +150,7 @@ class Storing(P2pTier):
         owners = [owner for (shape, _), owner in self.trouble.owners.items() if shape == geometry.slot_bytes]
         peers = tuple(PeerAddress(host="127.0.0.1", port=owner.tier.port or 0) for owner in owners)
         self.settings = self.settings.model_copy(update={"peers": peers})
-        for request in self._requests.values():  # those that came before there was a port
-            request.addresses = tuple(Address(peer.host, peer.port) for peer in peers)
+        self._directory = PeerDirectory(Address(peer.host, peer.port) for peer in peers)
         super().bind_region(rows, geometry, fingerprint)
 
     def submit_store(self, job: JobMetadata) -> None:

@@ -1,7 +1,7 @@
 """Pulls rows from peers, on a thread of its own: `pulling` decides, `transport` moves bytes, this joins the two."""
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -62,11 +62,17 @@ class Finish(NamedTuple):
     request: int
 
 
+class Know(NamedTuple):
+    """These addresses may be asked, and each is counted under, and has the key of, its entry of `peers`."""
+
+    entry_of: Mapping[Address, Address]
+
+
 class Forget(NamedTuple):
     """End everything that is under way: the cache was reset."""
 
 
-Command: TypeAlias = Ask | Pull | Finish | Forget
+Command: TypeAlias = Ask | Pull | Finish | Know | Forget
 Outcome: TypeAlias = Answered | JobEnded
 
 
@@ -80,6 +86,7 @@ class PeerClient(IoThread):
         rows: Sequence[memoryview],
         tell: Callable[[Outcome], None],
         *,
+        is_myself: Callable[[bytes], bool] = lambda epoch: False,  # noqa: ARG005
         clock: Clock = monotonic,
     ) -> None:
         super().__init__("p2p-tier-client")
@@ -89,41 +96,41 @@ class PeerClient(IoThread):
         self._tell = tell
         self._log = BoundedLog(logger, clock)
         self._commands: deque[Command] = deque()  # not taken by the thread yet
-        self._keys = {Address(peer.host, peer.port): peer.public_key for peer in settings.peers}
+        self._keys = {Address(peer.host, peer.port): peer.public_key for peer in settings.peers}  # by entry
+        self._entry_of: Mapping[Address, Address] = {}
+        self._public_keys: dict[Address, str] = {}  # where there are keys; the transport looks in it
         times = PullTimes(settings.lookup_timeout, settings.pull_timeout, settings.silence_timeout)
-        self._pulling = Pulling(self._keys, own, self._accept, times, clock=clock)
+        self._pulling = Pulling((), own, self._accept, times, is_myself=is_myself, clock=clock)
         self._transport: Transport | None = None
         self._reader: NixlReader | None = None
         self._engine_id, self._clock = own.engine_id, clock
         self._checker = RowChecker(own.fingerprint, self.wake)
         self._failures = 0
 
-    @property
-    def addresses(self) -> tuple[Address, ...]:
-        """The peers that there are."""
-        return tuple(self._keys)
-
     def submit(self, command: Command) -> None:
         """From any thread; the thread takes it up after `wake`."""
         self._commands.append(command)
 
     def stats(self) -> Mapping[str, int | float]:
-        """Numbers by flat key. From any thread."""
-        pulling, load = self._pulling, {"tier": "p2p", "direction": "load"}
-        bytes_from, seconds_from = dict(pulling.bytes_from), dict(pulling.seconds_from)
-        return {
-            metric_key("p2p_rows_read_total"): self._reader.num_rows if self._reader is not None else 0,
-            metric_key("tier_bytes_total", **load): sum(bytes_from.values()),
-            metric_key("tier_seconds_total", **load): sum(seconds_from.values()),
-            **{metric_key("tier_failures_total", **load, kind=kind): n for kind, n in dict(pulling.failed_rows).items()},
-            **{metric_key("p2p_peers_up", peer=str(peer)): int(pulling.is_up(peer)) for peer in self._keys},
-            **{metric_key("p2p_pulled_bytes_total", peer=str(peer)): n for peer, n in bytes_from.items()},
-            **{metric_key("p2p_pull_seconds_total", peer=str(peer)): n for peer, n in seconds_from.items()},
-            **{
-                metric_key("p2p_peer_failures_total", peer=str(peer), kind=kind): n
-                for (peer, kind), n in dict(pulling.failures).items()
-            },
-        }
+        """Numbers by flat key; those of a peer under its entry of `peers`. From any thread."""
+        pulling, load, entry_of = self._pulling, {"tier": "p2p", "direction": "load"}, self._entry_of
+        stats: dict[str, float] = defaultdict(float)
+        stats[metric_key("p2p_rows_read_total")] = self._reader.num_rows if self._reader is not None else 0
+        for entry in self._keys:
+            stats[metric_key("p2p_peers_up", peer=str(entry))] = 0
+        for address, entry in entry_of.items():
+            stats[metric_key("p2p_peers_up", peer=str(entry))] += pulling.is_up(address)
+        for peer, num_bytes in dict(pulling.bytes_from).items():
+            stats[metric_key("p2p_pulled_bytes_total", peer=str(entry_of[peer]))] += num_bytes
+            stats[metric_key("tier_bytes_total", **load)] += num_bytes
+        for peer, seconds in dict(pulling.seconds_from).items():
+            stats[metric_key("p2p_pull_seconds_total", peer=str(entry_of[peer]))] += seconds
+            stats[metric_key("tier_seconds_total", **load)] += seconds
+        for (peer, kind), failures in dict(pulling.failures).items():
+            stats[metric_key("p2p_peer_failures_total", peer=str(entry_of[peer]), kind=kind)] += failures
+        for kind, rows in dict(pulling.failed_rows).items():
+            stats[metric_key("tier_failures_total", **load, kind=kind)] += rows
+        return stats
 
     # ---- on the thread -----------------------------------------------------------------------------------------
 
@@ -131,9 +138,8 @@ class PeerClient(IoThread):
         settings = self._settings
         row_bytes = len(self._rows[0]) if self._rows else 0
         if settings.key_file is not None:
-            public_keys = {address: key for address, key in self._keys.items() if key is not None}
             own_keys = read_key_file(settings.key_file)
-            self._transport = CurveTransport(context, self._poller, row_bytes, own_keys, public_keys)
+            self._transport = CurveTransport(context, self._poller, row_bytes, own_keys, self._public_keys)
         else:
             self._transport = TcpTransport(self._poller, row_bytes, self._place, self.wake)
 
@@ -185,8 +191,16 @@ class PeerClient(IoThread):
                 return self._pulling.pull(job_id, rows)
             case Finish(request):
                 return self._pulling.finish(request)
+            case Know(entry_of):
+                self._know(entry_of)
+                return []
             case Forget():
                 return self._pulling.forget()
+
+    def _know(self, entry_of: Mapping[Address, Address]) -> None:
+        self._entry_of = entry_of
+        keys = {address: self._keys[entry] for address, entry in entry_of.items()}
+        self._public_keys.update({address: key for address, key in keys.items() if key is not None})
 
     def _do(self, instructions: Sequence[Instruction]) -> None:
         assert self._transport is not None

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_tiered_offload.contract.keys import OffloadKey
-from vllm_tiered_offload.tiers.p2p.instructions import Address, Source
+from vllm_tiered_offload.tiers.p2p.instructions import Source
 
 
 @dataclass(slots=True, eq=False)
@@ -12,7 +12,7 @@ class RequestKnowledge:
     """One request. Each key is in at most one of the three maps; in none of them it is unknown."""
 
     number: int  # what it is called on the wire
-    addresses: tuple[Address, ...]  # whom to ask
+    named: tuple[object, object] | None = None  # host and port of the peer that the client means; else all are asked
     asked: dict[OffloadKey, int] = field(default_factory=dict)  # -> the round that asks for it
     found: dict[OffloadKey, Source] = field(default_factory=dict)  # promised, perhaps not any more
     absent: dict[OffloadKey, float] = field(default_factory=dict)  # nobody has it; believed until then (clock)

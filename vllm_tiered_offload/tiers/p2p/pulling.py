@@ -16,7 +16,7 @@ A peer:
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -79,9 +79,12 @@ class Pulling:
         accept: AcceptRow,
         times: PullTimes,
         *,
+        is_myself: Callable[[bytes], bool] = lambda epoch: False,  # noqa: ARG005
         clock: Clock = monotonic,
     ) -> None:
+        """`is_myself` tells an epoch of our own server's from all others."""
         self._hello = hello
+        self._is_myself = is_myself
         self._times = times
         self._clock = clock
         self._peers = {address: Peer(address) for address in addresses}
@@ -96,9 +99,9 @@ class Pulling:
     def ask(
         self, request: int, round_: int, keys: Sequence[OffloadKey], addresses: Collection[Address]
     ) -> list[Instruction]:
-        """Who of these peers has these keys?"""
+        """Who of these peers has these keys? Addresses may be new: names have others from time to time."""
         now = self._clock()
-        known = [peer for address in addresses if (peer := self._peers.get(address)) is not None]
+        known = [self._peers.setdefault(address, Peer(address)) for address in addresses]
         peers = [peer for peer in known if now >= peer.retry_at]
         self._questions.ask((request, round_), keys, peers)
         for peer in peers:
@@ -223,6 +226,9 @@ class Pulling:
     def _on_welcome(self, peer: Peer, welcome: Welcome) -> None:
         if peer.phase is not Phase.GREETING:
             raise MessageError("a Welcome that nobody asked for")
+        if self._is_myself(welcome.epoch):
+            self._close(peer, "myself", backoff=inf)
+            return
         peer.phase, peer.engine_id = Phase.READY, welcome.engine_id
         if welcome.memory is not None and not peer.can_read:
             self._instruct(Attach(peer.address, welcome.memory))
@@ -344,7 +350,8 @@ class Pulling:
 
     def is_up(self, address: Address) -> bool:
         """Whether the peer has welcomed us and did not fail since."""
-        return self._peers[address].phase is Phase.READY
+        peer = self._peers.get(address)
+        return peer is not None and peer.phase is Phase.READY
 
     def leftovers(self) -> dict[str, int]:
         """What is empty when nothing is going on, by name."""

@@ -34,7 +34,9 @@ def _check_host(host: str) -> str:
 class PeerAddress(Block):
     """Where another engine listens, and the key that it must have."""
 
-    host: str = Field(description="Host name or address.")
+    host: str = Field(
+        description="Host name or address. A name may stand for several engines (a headless service): each is a peer."
+    )
     port: int = Field(ge=1, le=65535, description="Its `port`.")
     public_key: PublicKey | None = Field(
         default=None, description="Its public key; needed beyond this machine, and whoever has it may pull from us."
@@ -79,6 +81,9 @@ class P2pTierSettings(Block):
     )
     lookup_cache: float = Field(
         default=1.0, ge=0, description="How long other requests believe that no peer has a chunk, without asking."
+    )
+    resolve_period: float = Field(
+        default=30.0, gt=0, description="Seconds between two looks at which addresses the names of `peers` have."
     )
     keep_on_reset: bool = Field(
         default=False,

@@ -39,7 +39,8 @@ from vllm_tiered_offload.contract.seams import Clock, monotonic
 from vllm_tiered_offload.settings import show, validate_block
 from vllm_tiered_offload.tiers.expiring_keys import ExpiringKeys
 from vllm_tiered_offload.tiers.p2p.bounded_log import BoundedLog
-from vllm_tiered_offload.tiers.p2p.client import Ask, Finish, Forget, Outcome, PeerClient, Pull
+from vllm_tiered_offload.tiers.p2p.client import Ask, Finish, Forget, Know, Outcome, PeerClient, Pull
+from vllm_tiered_offload.tiers.p2p.directory import PeerDirectory, Resolved, Resolver
 from vllm_tiered_offload.tiers.p2p.instructions import Address, Answered, JobEnded, Source, Wanted
 from vllm_tiered_offload.tiers.p2p.knowledge import RequestKnowledge
 from vllm_tiered_offload.tiers.p2p.leases import PromiseLimits, Promises
@@ -85,10 +86,14 @@ class P2pTier(SecondaryTierManager):
         self._clock = clock
         self._log = BoundedLog(logger, clock)
         self._lock = threading.RLock()
-        self._outcomes: deque[Outcome] = deque()  # told by the puller, not taken in
+        self._outcomes: deque[Outcome | Resolved] = deque()  # told by the puller and the resolver, not taken in
         self._news = threading.Event()  # set with each of them
         self._client: PeerClient | None = None
         self._server = PeerServer(settings, engine_id, clock=clock)
+        self._promises: Promises | None = None  # of the server
+        self._directory = PeerDirectory(Address(peer.host, peer.port) for peer in settings.peers)
+        self._resolver: Resolver | None = None
+        self._names_until = 0.0  # until then requests wait for the first look at the names (clock)
         self._rows: Sequence[memoryview] = ()
         self._geometry: RegionGeometry | None = None
         self._own: Hello | None = None
@@ -136,8 +141,19 @@ class P2pTier(SecondaryTierManager):
         self._rows, self._geometry = rows, geometry
         self._own = greeting(fingerprint, geometry, self._engine_id)
         if self.settings.peers and not self._off:
-            self._client = PeerClient(self.settings, self._own, rows, self._tell, clock=self._clock)
+            self._client = PeerClient(
+                self.settings, self._own, rows, self._tell, is_myself=self._is_myself, clock=self._clock
+            )
+            self._client.submit(Know(dict(self._directory.entry_of)))
             self._client.start()
+            if self._directory.names:
+                self._resolver = Resolver(self._directory.names, self.settings.resolve_period, self._tell)
+                self._resolver.start()
+                self._names_until = self._clock() + self.settings.lookup_timeout
+
+    def _is_myself(self, epoch: bytes) -> bool:
+        """A name that stands for several engines may stand for this one, too. On the puller's thread."""
+        return self._promises is not None and self._promises.epoch == epoch
 
     def bind_leases(self, leases: RowLeases) -> None:
         """Now there is something to serve."""
@@ -146,6 +162,7 @@ class P2pTier(SecondaryTierManager):
         rows = max(1, int(self._geometry.num_rows * self.settings.lease_share))
         limits = PromiseLimits(self.settings.lease_seconds, rows, max(1, rows // 2))
         promises = Promises(leases, self._offered, limits, clock=self._clock)
+        self._promises = promises
         owner = Owner(self._own, promises, clock=self._clock)
         self._server.serve(owner, self._rows)
 
@@ -153,19 +170,19 @@ class P2pTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         with self._lock:
-            self._requests[req_context.req_id] = RequestKnowledge(next(self._numbers), self._peers_of(req_context))
+            self._requests[req_context.req_id] = RequestKnowledge(next(self._numbers), _named_peer(req_context))
         return _BLOCK_LEVEL
 
-    def _peers_of(self, req_context: ReqContext) -> tuple[Address, ...]:
+    def _peers_of(self, request: RequestKnowledge) -> tuple[Address, ...]:
         """All peers, or the one that the client names, if it is one of them."""
-        peers = tuple(Address(peer.host, peer.port) for peer in self.settings.peers)
-        wanted = (req_context.kv_transfer_params or {}).get(REMOTE_SOURCE)
-        if not isinstance(wanted, Mapping):
-            return peers
-        named = tuple(peer for peer in peers if (peer.host, peer.port) == (wanted.get("host"), wanted.get("port")))
+        if request.named is None:
+            return self._directory.all()
+        named = self._directory.named(*request.named)
         if not named:
-            self._log.warning("source", f"{REMOTE_SOURCE} {show(wanted)} is none of the `peers`: all of them are asked")
-        return named or peers
+            self._log.warning(
+                "source", f"{REMOTE_SOURCE} {show(request.named)} is none of the `peers`: all of them are asked"
+            )
+        return named or self._directory.all()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         with self._lock:
@@ -193,9 +210,11 @@ class P2pTier(SecondaryTierManager):
         with self._lock:
             self._absorb()
             request = self._requests.get(req_context.req_id)
-            if not self._may_pull or request is None or not request.addresses:
+            if not self._may_pull or request is None:
                 return [MISS] * len(keys)
             now = self._clock()
+            if not self._directory.is_complete and now < self._names_until:
+                return [RETRY] * len(keys)
             results: list[LookupResult] = []
             unknown: dict[OffloadKey, None] = {}
             for key in keys:
@@ -224,7 +243,7 @@ class P2pTier(SecondaryTierManager):
     def _ask(self, request: RequestKnowledge, keys: Sequence[OffloadKey]) -> None:
         assert self._client is not None
         self._by_number[request.number] = request
-        self._client.submit(Ask(request.number, request.ask(keys), tuple(keys), request.addresses))
+        self._client.submit(Ask(request.number, request.ask(keys), tuple(keys), self._peers_of(request)))
         self._stale = True
 
     def on_schedule_end(self) -> None:
@@ -257,7 +276,7 @@ class P2pTier(SecondaryTierManager):
         with self._lock:
             self._absorb()
             request = self._requests.get(job.req_context.req_id)
-            load = _Load(next(self._numbers), job, request or RequestKnowledge(0, ()), self._epoch)
+            load = _Load(next(self._numbers), job, request or RequestKnowledge(0), self._epoch)
             self._loads[load.number] = load
             if not self._may_pull or request is None or not self._has_rows(job):
                 self._end_load(load, ())
@@ -345,8 +364,8 @@ class P2pTier(SecondaryTierManager):
 
     # ---- what the puller tells ---------------------------------------------------------------------------------
 
-    def _tell(self, outcome: Outcome) -> None:
-        """On the puller's thread."""
+    def _tell(self, outcome: Outcome | Resolved) -> None:
+        """On the puller's thread, or the resolver's."""
         self._outcomes.append(outcome)
         self._news.set()
 
@@ -364,9 +383,18 @@ class P2pTier(SecondaryTierManager):
                     self._shunned.add(corrupt)
                     if load is not None:
                         self._end_load(load, good)
+                case Resolved() as resolved:
+                    self._on_resolved(resolved)
         if self._client is not None and self._client.has_ended:
             self._end_all()
         self._wake()
+
+    def _on_resolved(self, resolved: Resolved) -> None:
+        self._directory.learn(resolved)
+        if self._client is not None:
+            self._client.submit(Know(dict(self._directory.entry_of)))
+            self._stale = True
+        logger.info("p2p tier: %s is %s", resolved.entry, ", ".join(map(str, resolved.addresses)) or "nobody")
 
     def _end_all(self) -> None:
         """The puller has ended: it could not open what it needs, or was stopped. Nothing more comes from it."""
@@ -377,7 +405,7 @@ class P2pTier(SecondaryTierManager):
 
     def _on_answered(self, request: RequestKnowledge, round_: int, found: Mapping[OffloadKey, Source]) -> None:
         absent = request.answer(round_, found, self._clock() + ABSENT_SECONDS)
-        if len(request.addresses) == len(self.settings.peers):
+        if request.named is None:
             self._absent.add(absent)
         for load in [load for load in self._loads.values() if load.request is request]:
             self._advance(load)
@@ -416,6 +444,8 @@ class P2pTier(SecondaryTierManager):
         with self._lock:
             self._off = True
             self._offered.clear()
+        if self._resolver is not None:
+            self._resolver.stop()
         ended = [thread.stop(SHUTDOWN_SECONDS) for thread in (self._server, self._client) if thread is not None]
         with self._lock:
             self._absorb()
@@ -442,3 +472,11 @@ class P2pTier(SecondaryTierManager):
                 "loads": len(self._loads),
                 "results": len(self._results),
             }
+
+
+def _named_peer(req_context: ReqContext) -> tuple[object, object] | None:
+    """Host and port of the peer that the client wants to be asked."""
+    wanted = (req_context.kv_transfer_params or {}).get(REMOTE_SOURCE)
+    if not isinstance(wanted, Mapping):
+        return None
+    return wanted.get("remote_host", wanted.get("host")), wanted.get("remote_port", wanted.get("port"))

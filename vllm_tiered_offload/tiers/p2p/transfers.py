@@ -201,7 +201,8 @@ class Transfers:
     def fail(self, peer: Peer, why: str, round_id: RoundId | None = None) -> None:
         """The rows of one round, or all. Those that are landing end later, unless the peer is disconnected by now."""
         rows = [row for row in peer.rows if round_id in (None, row.wanted.part_id[:2])]
-        self.failed_rows[why] += len(rows)
+        if rows:
+            self.failed_rows[why] += len(rows)
         for row in rows:
             self._drop(peer, row)
         if peer.phase is Phase.READY:
