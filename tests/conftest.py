@@ -18,6 +18,7 @@ NOT_FAST = (
     "fs/test_fs_processes.py::test_two_engines",
     "fs/test_namespace_identity.py",
     "p2p/test_hostile_packets.py",
+    "p2p/test_hosts.py",
     "p2p/test_p2p_conformance.py",
     "p2p/test_p2p_processes.py",
     "p2p/test_server.py",

@@ -1,6 +1,7 @@
 """Another engine in its own process: `p2p_owner_process.py ROWS ROW_BYTES CHUNKS SECONDS_A_ROW TRANSPORT [restless]`.
 
-It fills its memory, prints its port, and from then on its main thread, which would be the scheduler's, sleeps.
+It listens on LISTEN of its environment, or on loopback. It fills its memory, prints its port, and from then on its main
+thread, which would be the scheduler's, sleeps.
 """
 
 import os
@@ -31,7 +32,9 @@ def help_for_ever(server: PeerServer) -> None:
 def main() -> None:
     rows, row_bytes, chunks, seconds = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     memory = Memory(rows, row_bytes)
-    tier = P2pTier.from_settings({"lease_share": 1.0, "transport": sys.argv[5]}, engine_id=f"owner {os.getpid()}")
+    settings = {"lease_share": 1.0, "transport": sys.argv[5], "insecure_trusted_network": True}
+    listen = os.environ.get("LISTEN", "127.0.0.1")
+    tier = P2pTier.from_settings({**settings, "listen": listen}, engine_id=f"owner {os.getpid()}")
     tier.bind_region(memory.rows, memory.geometry, FINGERPRINT)
     tier.bind_leases(memory.primary)
     keys = keys_of("process", chunks)
