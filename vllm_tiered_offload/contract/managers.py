@@ -231,6 +231,10 @@ class SecondaryTierManager(ABC):
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """The request uses these keys (prefix order)."""
 
+    def note_promoted(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """These keys came to host memory from another tier. There is nothing to store: it is for a tier that hands out
+        rows of host memory, and may hand out these from now on."""
+
     @abstractmethod
     def submit_store(self, job: JobMetadata) -> None:
         """Copy rows to the medium. The rows stay pinned until the job's result. Submit-side."""

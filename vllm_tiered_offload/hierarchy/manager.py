@@ -500,6 +500,9 @@ class TieringOffloadingManager(OffloadingManager):
             return
         self.primary.complete_store(prepared, failed)
         self._unpark(prepared.keys, failed)
+        for guard in self.guards if kept else ():
+            if guard is not end.entry.guard:
+                guard.note_promoted(kept, end.entry.job.req_context)
         if kept and request is not None and request.lifecycle.phase is Phase.TRACKED:
             self._holds.add(request.lifecycle.req_id, kept, now)
 

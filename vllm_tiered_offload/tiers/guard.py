@@ -166,6 +166,10 @@ class TierGuard:
         if not self.is_off:
             self._call("touch", self.tier.touch, keys, req_context)
 
+    def note_promoted(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        if not self.is_off:
+            self._call("note_promoted", self.tier.note_promoted, keys, req_context)
+
     def on_schedule_end(self) -> None:
         if self.breaker is not Breaker.OPEN:
             self._call("on_schedule_end", self.tier.on_schedule_end)

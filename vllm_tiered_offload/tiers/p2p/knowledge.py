@@ -13,6 +13,8 @@ class RequestKnowledge:
 
     number: int  # what it is called on the wire
     named: tuple[object, object] | None = None  # host and port of the peer that the client means; else all are asked
+    is_handover: bool = False  # that peer computes the prompt for it: what it does not have yet is asked for again
+    waits_until: float | None = None  # how long it does that (clock), from its first lookup
     asked: dict[OffloadKey, int] = field(default_factory=dict)  # -> the round that asks for it
     found: dict[OffloadKey, Source] = field(default_factory=dict)  # promised, perhaps not any more
     absent: dict[OffloadKey, float] = field(default_factory=dict)  # nobody has it; believed until then (clock)
@@ -48,6 +50,10 @@ class RequestKnowledge:
     def is_absent(self, key: OffloadKey, now: float) -> bool:
         """Whether it is believed that nobody has it."""
         return self.absent.get(key, now) > now
+
+    def is_waiting(self, now: float) -> bool:
+        """Whether what nobody has may still come."""
+        return self.is_handover and self.waits_until is not None and now < self.waits_until
 
     def use(self, key: OffloadKey) -> None:
         """Its one fetch is on its way."""

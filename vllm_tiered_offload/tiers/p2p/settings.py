@@ -76,6 +76,12 @@ class P2pTierSettings(Block):
     )
     lookup_timeout: float = Field(default=0.5, gt=0, description="Until a peer that does not answer does not have it.")
     pull_timeout: float = Field(default=10.0, gt=0, description="Until rows that were asked for count as failed.")
+    handover_timeout: float = Field(
+        default=1.0,
+        ge=0,
+        description="How long a request waits for chunks that its `remote_prefiller` does not have yet; longer than "
+        "`retry_timeout` only along with that.",
+    )
     silence_timeout: float = Field(
         default=1.0, gt=0, description="Until a peer that owes an answer and says nothing at all is given up."
     )

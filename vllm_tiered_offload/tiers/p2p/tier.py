@@ -10,6 +10,8 @@ Theory of operation
 - A request's unknown keys are one question, put to all its peers at once. While a part of a lookup is being asked for,
   all of it is RETRY: the whole prefix then comes in one go. The first key is asked for alone, because the hierarchy
   looks it up alone; so a prompt that nobody has costs one round trip.
+- Where one engine computes a prompt for another one (`remote_decoder` in its request, `remote_prefiller` in the other
+  one's), the first shares every chunk of it, and the second asks again for what is not there yet, for a while.
 - What a peer has is promised to us for a while. A load uses up its promises; keys without one are asked for first.
 - After a reset the weights may be new, which no fingerprint tells: nothing is shared and nothing pulled any more,
   unless `keep_on_reset`. Jobs under way end as failed.
@@ -30,6 +32,7 @@ from vllm_tiered_offload.contract.jobs import (
     JobMetadata,
     JobResult,
     LookupResult,
+    OffloadPolicy,
     ReqContext,
     RequestOffloadingContext,
 )
@@ -54,13 +57,19 @@ logger = logging.getLogger(__name__)
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 
 _BLOCK_LEVEL = RequestOffloadingContext()
+_REQUEST_LEVEL = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
 ABSENT_SECONDS = 5.0  # how long a request believes that nobody has a chunk: longer than any scheduling step
+HANDOVER_PAUSE = 0.01  # between two questions for a chunk that is being computed elsewhere
 SHUN_SECONDS = 10.0  # how long a chunk whose bytes were wrong is not asked for again
 SHUTDOWN_SECONDS = 2.0  # for each of the two threads
 ROUNDS_A_LOAD = 32  # how often a load asks; each time some load of these chunks gets its promises
 OFFERED_KEYS_A_ROW = 4  # keys that are remembered as offered, for each row of the region
+
+# Of `kv_transfer_params`. The first two name a peer by `remote_host` and `remote_port` (or `host` and `port`).
 REMOTE_SOURCE = "remote_kv_source"
+REMOTE_PREFILLER = "remote_prefiller"
+REMOTE_DECODER = "remote_decoder"
 
 
 @dataclass(slots=True, eq=False)
@@ -169,9 +178,14 @@ class P2pTier(SecondaryTierManager):
     # ---- requests ----------------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Who computes for another engine shares every chunk of the prompt, also those that are resident already."""
+        params = req_context.kv_transfer_params or {}
+        named = next((peer for name in (REMOTE_PREFILLER, REMOTE_SOURCE) if (peer := _peer_in(params, name))), None)
         with self._lock:
-            self._requests[req_context.req_id] = RequestKnowledge(next(self._numbers), _named_peer(req_context))
-        return _BLOCK_LEVEL
+            self._requests[req_context.req_id] = RequestKnowledge(
+                next(self._numbers), named, is_handover=_peer_in(params, REMOTE_PREFILLER) is not None
+            )
+        return _REQUEST_LEVEL if params.get(REMOTE_DECODER) is not None else _BLOCK_LEVEL
 
     def _peers_of(self, request: RequestKnowledge) -> tuple[Address, ...]:
         """All peers, or the one that the client names, if it is one of them."""
@@ -180,7 +194,8 @@ class P2pTier(SecondaryTierManager):
         named = self._directory.named(*request.named)
         if not named:
             self._log.warning(
-                "source", f"{REMOTE_SOURCE} {show(request.named)} is none of the `peers`: all of them are asked"
+                "source",
+                f"{show(request.named)}, which a request names, is none of the `peers`: all of them are asked",
             )
         return named or self._directory.all()
 
@@ -215,6 +230,8 @@ class P2pTier(SecondaryTierManager):
             now = self._clock()
             if not self._directory.is_complete and now < self._names_until:
                 return [RETRY] * len(keys)
+            if request.waits_until is None:
+                request.waits_until = now + self.settings.handover_timeout
             results: list[LookupResult] = []
             unknown: dict[OffloadKey, None] = {}
             for key in keys:
@@ -222,6 +239,8 @@ class P2pTier(SecondaryTierManager):
                     results.append(RETRY)
                 elif request.source(key, now) is not None:
                     results.append(HIT)
+                elif request.is_absent(key, now) and request.is_waiting(now):
+                    results.append(RETRY)
                 elif self._is_hopeless(request, key, now):
                     results.append(MISS)
                 elif len(unknown) < MAX_KEYS:
@@ -237,7 +256,8 @@ class P2pTier(SecondaryTierManager):
 
     def _is_hopeless(self, request: RequestKnowledge, key: OffloadKey, now: float) -> bool:
         """Whether it makes no sense to ask for the key."""
-        shunned, absent = key in self._shunned, key in self._absent
+        shunned = key in self._shunned
+        absent = key in self._absent and not request.is_waiting(now)
         return shunned or absent or request.is_absent(key, now) or len(key) > MAX_KEY_BYTES
 
     def _ask(self, request: RequestKnowledge, keys: Sequence[OffloadKey]) -> None:
@@ -265,6 +285,12 @@ class P2pTier(SecondaryTierManager):
             if not self._off:
                 self._offer(job.keys)
             self._results.append(JobResult(job.job_id, True, job.keys))
+
+    def note_promoted(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: ARG002
+        """They may be pulled from us as those that were computed here."""
+        with self._lock:
+            if not self._off:
+                self._offer(keys)
 
     def _offer(self, keys: Sequence[OffloadKey]) -> None:
         self._offered.update(dict.fromkeys(keys))
@@ -334,6 +360,8 @@ class P2pTier(SecondaryTierManager):
         del self._loads[load.number]
         kept = set(good) if load.epoch == self._epoch else set()
         keys = tuple(key for key in load.job.keys if key in kept)
+        if not self._off:
+            self._offer(keys)
         self._results.append(JobResult(load.job.job_id, len(keys) == len(load.job.keys), keys))
         self._finish_if_over(load.request)
 
@@ -404,7 +432,8 @@ class P2pTier(SecondaryTierManager):
             request.clear()
 
     def _on_answered(self, request: RequestKnowledge, round_: int, found: Mapping[OffloadKey, Source]) -> None:
-        absent = request.answer(round_, found, self._clock() + ABSENT_SECONDS)
+        now = self._clock()
+        absent = request.answer(round_, found, now + (HANDOVER_PAUSE if request.is_waiting(now) else ABSENT_SECONDS))
         if request.named is None:
             self._absent.add(absent)
         for load in [load for load in self._loads.values() if load.request is request]:
@@ -474,9 +503,9 @@ class P2pTier(SecondaryTierManager):
             }
 
 
-def _named_peer(req_context: ReqContext) -> tuple[object, object] | None:
-    """Host and port of the peer that the client wants to be asked."""
-    wanted = (req_context.kv_transfer_params or {}).get(REMOTE_SOURCE)
-    if not isinstance(wanted, Mapping):
+def _peer_in(params: Mapping[str, Any], name: str) -> tuple[object, object] | None:
+    """Host and port of the peer that the client gives under this name."""
+    peer = params.get(name)
+    if not isinstance(peer, Mapping):
         return None
-    return wanted.get("remote_host", wanted.get("host")), wanted.get("remote_port", wanted.get("port"))
+    return peer.get("remote_host", peer.get("host")), peer.get("remote_port", peer.get("port"))
