@@ -294,6 +294,39 @@ def test_loads_that_share_a_chunk_each_get_it(new_engine: NewEngine) -> None:
     assert puller.result(second).successful_keys == tuple(KEYS[3:])
 
 
+def test_a_crowd_asks_once(new_engine: NewEngine) -> None:
+    """CASES 29: its promises would add up, and nobody would get the whole prefix. Made to fail by each asking for
+    itself."""
+    owner = new_engine()
+    owner.put(KEYS)
+    puller = new_engine([owner.port])
+    crowd = [puller.begin(ReqContext(f"r{number}")) for number in range(10)]
+    wait_until(lambda: not any(RETRY in puller.tier.lookup(KEYS, req) for req in crowd[:1]), "the first one's answer")
+    for _ in range(10):
+        assert {tuple(puller.tier.lookup(KEYS, req)) for req in crowd[1:]} == {(RETRY,) * 8}
+        puller.end_pass()
+        time.sleep(0.01)
+    assert puller.tier.lookup(KEYS, crowd[0]) == [HIT] * 8
+    assert owner.stat("p2p_promised_rows") == 8
+    puller.tier.on_request_finished(crowd[0])
+    assert puller.look(KEYS, crowd[1]) == [HIT] * 8, "who waited asks when the one that asked has ended"
+    assert puller.load(KEYS, crowd[1]) == tuple(KEYS)
+    for req in crowd[1:]:
+        puller.tier.on_request_finished(req)
+    wait_until(lambda: not any(puller.tier.leftovers().values()), "the end of everything")
+
+
+def test_a_crowd_waits_for_a_bounded_time(new_engine: NewEngine) -> None:
+    """The one that has asked does not come back for its answer. Made to fail by a claim without an end."""
+    owner = new_engine()
+    owner.put(KEYS)
+    puller = new_engine([owner.port], lookup_timeout=0.1)
+    puller.look(KEYS, puller.begin(ReqContext("absent-minded")))
+    started = time.monotonic()
+    assert puller.look(KEYS, puller.begin(ReqContext("next"))) == [HIT] * 8
+    assert time.monotonic() - started < 1.0
+
+
 def test_a_puller_that_cannot_start_holds_up_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its key file is not there: said once, and from then on there are misses and failed loads, not waits.
 

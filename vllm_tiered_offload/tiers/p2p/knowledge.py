@@ -1,6 +1,6 @@
 """What a request knows of where its keys are. Pure; the tier's lock covers it."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_tiered_offload.contract.keys import OffloadKey
@@ -71,3 +71,37 @@ class RequestKnowledge:
     def _forget(self, key: OffloadKey) -> None:
         for known in (self.asked, self.found, self.absent):
             known.pop(key, None)
+
+
+class Claims:
+    """Who asks for a key: of a crowd that wants one prefix, one request asks, and the others wait for it.
+
+    A claim ends with its request's load or end, when nobody has the key, or after `seconds`. It holds only among those
+    that ask the same peers.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        # Key -> who asks, and until when (clock) others wait. Each key is in one of the maps of its request.
+        self._claims: dict[OffloadKey, tuple[RequestKnowledge, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def claim(self, keys: Iterable[OffloadKey], request: RequestKnowledge, now: float) -> None:
+        """The request asks for them."""
+        self._claims.update(dict.fromkeys(keys, (request, now + self._seconds)))
+
+    def is_anothers(self, key: OffloadKey, request: RequestKnowledge, now: float) -> bool:
+        """Whether the request does better to wait."""
+        other, until = self._claims.get(key, (request, now))
+        return other is not request and other.named == request.named and now < until
+
+    def release(self, keys: Iterable[OffloadKey], request: RequestKnowledge) -> None:
+        """What the request asked for is on its way, or not wanted any more."""
+        for key in keys:
+            if key in self._claims and self._claims[key][0] is request:
+                del self._claims[key]
+
+    def clear(self) -> None:
+        self._claims.clear()

@@ -10,6 +10,8 @@ Theory of operation
 - A request's unknown keys are one question, put to all its peers at once. While a part of a lookup is being asked for,
   all of it is RETRY: the whole prefix then comes in one go. The first key is asked for alone, because the hierarchy
   looks it up alone; so a prompt that nobody has costs one round trip.
+- A crowd that wants one prefix asks for it once: what another request asks for, or was promised, is RETRY, until that
+  one loads it and it is on its way to host memory for all.
 - Where one engine computes a prompt for another one (`remote_decoder` in its request, `remote_prefiller` in the other
   one's), the first shares every chunk of it, and the second asks again for what is not there yet, for a while.
 - What a peer has is promised to us for a while. A load uses up its promises; keys without one are asked for first.
@@ -45,7 +47,7 @@ from vllm_tiered_offload.tiers.p2p.bounded_log import BoundedLog
 from vllm_tiered_offload.tiers.p2p.client import Ask, Finish, Forget, Know, Outcome, PeerClient, Pull
 from vllm_tiered_offload.tiers.p2p.directory import PeerDirectory, Resolved, Resolver
 from vllm_tiered_offload.tiers.p2p.instructions import Address, Answered, JobEnded, Source, Wanted
-from vllm_tiered_offload.tiers.p2p.knowledge import RequestKnowledge
+from vllm_tiered_offload.tiers.p2p.knowledge import Claims, RequestKnowledge
 from vllm_tiered_offload.tiers.p2p.leases import PromiseLimits, Promises
 from vllm_tiered_offload.tiers.p2p.messages import MAX_KEY_BYTES, MAX_KEYS, Hello
 from vllm_tiered_offload.tiers.p2p.server import PeerServer
@@ -118,6 +120,7 @@ class P2pTier(SecondaryTierManager):
         self._results: list[JobResult] = []  # not taken
         self._shunned = ExpiringKeys(SHUN_SECONDS, clock)
         self._absent = ExpiringKeys(settings.lookup_cache, clock)  # what none of all peers has
+        self._claims = Claims(settings.lookup_timeout)
         self._epoch = 0  # counts resets
         self._off = False  # after a reset or shutdown: nothing is shared or pulled
         self._stale = False  # commands were submitted since the last wake
@@ -180,11 +183,11 @@ class P2pTier(SecondaryTierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Who computes for another engine shares every chunk of the prompt, also those that are resident already."""
         params = req_context.kv_transfer_params or {}
-        named = next((peer for name in (REMOTE_PREFILLER, REMOTE_SOURCE) if (peer := _peer_in(params, name))), None)
+        prefiller = _peer_in(params, REMOTE_PREFILLER)
+        named = prefiller or _peer_in(params, REMOTE_SOURCE)
         with self._lock:
-            self._requests[req_context.req_id] = RequestKnowledge(
-                next(self._numbers), named, is_handover=_peer_in(params, REMOTE_PREFILLER) is not None
-            )
+            request = RequestKnowledge(next(self._numbers), named, is_handover=prefiller is not None)
+            self._requests[req_context.req_id] = request
         return _REQUEST_LEVEL if params.get(REMOTE_DECODER) is not None else _BLOCK_LEVEL
 
     def _peers_of(self, request: RequestKnowledge) -> tuple[Address, ...]:
@@ -204,6 +207,7 @@ class P2pTier(SecondaryTierManager):
             request = self._requests.pop(req_context.req_id, None)
             if request is not None:
                 request.finished = True
+                self._claims.release([*request.asked, *request.found], request)
                 self._finish_if_over(request)
                 self._wake()
 
@@ -243,6 +247,8 @@ class P2pTier(SecondaryTierManager):
                     results.append(RETRY)
                 elif self._is_hopeless(request, key, now):
                     results.append(MISS)
+                elif self._claims.is_anothers(key, request, now):
+                    results.append(RETRY)
                 elif len(unknown) < MAX_KEYS:
                     unknown[key] = None
                     results.append(RETRY)
@@ -263,6 +269,7 @@ class P2pTier(SecondaryTierManager):
     def _ask(self, request: RequestKnowledge, keys: Sequence[OffloadKey]) -> None:
         assert self._client is not None
         self._by_number[request.number] = request
+        self._claims.claim(keys, request, self._clock())
         self._client.submit(Ask(request.number, request.ask(keys), tuple(keys), self._peers_of(request)))
         self._stale = True
 
@@ -349,6 +356,7 @@ class P2pTier(SecondaryTierManager):
             if source is not None:
                 rows.append(Wanted(key, row, source))
                 request.use(key)
+        self._claims.release(load.job.keys, request)
         if not rows or self._client is None:
             self._end_load(load, ())
             return
@@ -434,6 +442,7 @@ class P2pTier(SecondaryTierManager):
     def _on_answered(self, request: RequestKnowledge, round_: int, found: Mapping[OffloadKey, Source]) -> None:
         now = self._clock()
         absent = request.answer(round_, found, now + (HANDOVER_PAUSE if request.is_waiting(now) else ABSENT_SECONDS))
+        self._claims.release(absent, request)
         if request.named is None:
             self._absent.add(absent)
         for load in [load for load in self._loads.values() if load.request is request]:
@@ -448,6 +457,7 @@ class P2pTier(SecondaryTierManager):
             self._epoch += 1
             self._shunned.clear()
             self._absent.clear()
+            self._claims.clear()
             if not self.settings.keep_on_reset:
                 self._switch_off()
             self._server.forget()
@@ -499,6 +509,7 @@ class P2pTier(SecondaryTierManager):
                 "requests": len(self._requests),
                 "asking": len(self._by_number),
                 "loads": len(self._loads),
+                "claims": len(self._claims),
                 "results": len(self._results),
             }
 
