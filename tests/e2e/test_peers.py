@@ -1,7 +1,11 @@
 """Two engines of one model on one machine: what one has computed, the other pulls out of its memory."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +51,24 @@ def test_a_prompt_comes_from_the_other_engine(puller: Engine, wanted: Answers) -
     full = sum((len(one) - 1) // BLOCK * BLOCK for one in asked)
     assert after.cached_tokens("p2p") - before.cached_tokens("p2p") == full
     assert after.failures() == 0
+
+
+def test_the_command_sees_both(puller: Engine, owner: tuple[Engine, int]) -> None:
+    """While they run: the owner's port answers, and the puller tells what it pulled from there."""
+    address = f"127.0.0.1:{owner[1]}"
+    assert command("ping", address)["alive"]
+    peer = command("status", puller.url)["0"]["peers"][address]
+    assert (peer["up"], peer["failures"]) == (1, {})
+    assert peer["pulled_bytes"] > 0
+    assert peer["seconds"] > 0
+    owner[0].server().complete(prompt(1, BLOCK), 1)  # its numbers are those of its last step
+    assert command("status", owner[0].url)["0"]["p2p_sessions"] == 1
+
+
+def command(*arguments: str) -> Any:
+    """What `vllm-tiered-offload p2p` answers."""
+    run = [sys.executable, "-m", "vllm_tiered_offload.cli.main", "p2p", *arguments, "--json"]
+    return json.loads(subprocess.run(run, check=True, capture_output=True, timeout=60).stdout)
 
 
 def test_a_decode_engine_pulls_what_a_prefill_engine_has_just_computed(
