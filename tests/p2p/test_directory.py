@@ -4,6 +4,7 @@ import functools
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from p2p_kit import A, Engine, keys_of, wait_until
@@ -13,6 +14,7 @@ from vllm_tiered_offload.tiers.p2p import directory as directory_module
 from vllm_tiered_offload.tiers.p2p import tier as tier_module
 from vllm_tiered_offload.tiers.p2p.directory import MAX_ADDRESSES, PeerDirectory, Resolved, Resolver
 from vllm_tiered_offload.tiers.p2p.instructions import Address
+from vllm_tiered_offload.tiers.p2p.keys import new_keys, write_key_file
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 NAME, LITERAL = Address("engines.test", 7000), Address("10.0.0.9", 7001)
@@ -216,6 +218,25 @@ def test_the_name_stands_for_this_engine_too(engines: list[Engine], dns: Dns) ->
     assert puller.stat("p2p_peers_up") == 1
     for name in ("a", "b"):
         puller.tier.on_request_finished(ReqContext(name))
+
+
+def test_engines_behind_one_name_have_its_key(engines: list[Engine], dns: Dns, tmp_path: Path) -> None:
+    """Made to fail by looking keys up under the entry alone."""
+    files = {name: str(tmp_path / name) for name in ("owners", "puller")}
+    keys = {name: new_keys() for name in files}
+    for name, file in files.items():
+        write_key_file(file, keys[name])
+    public = {name: pair.public.decode("ascii") for name, pair in keys.items()}
+    block = {"key_file": files["owners"], "allowed_keys": [public["puller"]]}
+    engines.append(Engine(listen="127.0.0.1", **block))
+    engines.append(Engine(listen="127.0.0.2", port=engines[0].port, **block))
+    engines[1].put(KEYS)
+    dns.answer = ["127.0.0.1", "127.0.0.2"]
+    peer = {"host": "engines.test", "port": engines[0].port, "public_key": public["owners"]}
+    engines.append(Engine(peers_block=[peer], key_file=files["puller"]))
+    puller = engines[-1]
+    assert puller.look(KEYS, puller.begin()) == [HIT] * 4
+    assert puller.load(KEYS) == tuple(KEYS)
 
 
 def test_a_resolver_that_hangs_costs_a_bounded_wait(engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
