@@ -3,6 +3,7 @@
 #
 #     bash examples/two_engines.sh               makes .venv, installs, gets a small model, runs, prints a table
 #     VENV=/path/to/venv bash examples/...       uses an environment that has everything, and installs nothing
+#     TRANSPORT=sockets bash examples/...        rows go over sockets although NIXL is installed
 #
 # A reference engine without the connector answers first. Then A answers prompts of 2,900 tokens, and B is asked the same
 # ones, and others that nobody has. Exit 0 means that every answer was equal to the reference (log-probabilities too,
@@ -23,7 +24,7 @@ connector() {
         "kv_connector": "TieredOffloadConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"cpu": {"capacity": "1GiB"}, "tiers": [{"type": "p2p", '"$1"'}]}
+        "kv_connector_extra_config": {"cpu": {"capacity": "1GiB"}, "tiers": [{"type": "p2p", "transport": "'"${TRANSPORT:-auto}"'", '"$1"'}]}
     }'
 }
 
