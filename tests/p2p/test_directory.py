@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from p2p_kit import A, Engine, keys_of, wait_until
 
 from vllm_tiered_offload import LookupResult, ReqContext
@@ -15,6 +17,8 @@ from vllm_tiered_offload.tiers.p2p import tier as tier_module
 from vllm_tiered_offload.tiers.p2p.directory import MAX_ADDRESSES, PeerDirectory, Resolved, Resolver
 from vllm_tiered_offload.tiers.p2p.instructions import Address
 from vllm_tiered_offload.tiers.p2p.keys import new_keys, write_key_file
+from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings, PeerAddress
+from vllm_tiered_offload.tiers.p2p.tier import P2pTier
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 NAME, LITERAL = Address("engines.test", 7000), Address("10.0.0.9", 7001)
@@ -200,6 +204,26 @@ def test_a_client_names_one_engine_behind_the_name(engines: list[Engine], dns: D
         req = ReqContext(host, {"remote_kv_source": {"remote_host": host, "remote_port": one.port}})
         assert puller.look(KEYS, puller.begin(req)) == wanted
         puller.tier.on_request_finished(req)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(["127.0.0.1", 1]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["remote_host", "remote_port", "host", "port", "x"]), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(["remote_kv_source", "remote_prefiller", "remote_decoder"]), anything))
+def test_whatever_a_client_says_only_peers_are_asked(params: dict[str, object]) -> None:
+    """Clients may write anything there; nothing raises on it, and nobody else is ever connected to."""
+    tier = P2pTier(P2pTierSettings(peers=(PeerAddress(host="127.0.0.1", port=1),)), engine_id="x")
+    tier.on_new_request(ReqContext("a", params))
+    assert tier._peers_of(tier._requests["a"]) == (Address("127.0.0.1", 1),)
+    tier.shutdown()
 
 
 def test_the_name_stands_for_this_engine_too(engines: list[Engine], dns: Dns) -> None:
