@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +24,11 @@ from vllm_tiered_offload import (
 from vllm_tiered_offload.testing.conformance.material import content, keys_of, make_fingerprint, make_rows
 from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
 from vllm_tiered_offload.tiers.cpu.tier import CpuTier, CpuTierSettings
-from vllm_tiered_offload.tiers.p2p import nixl_reader
 from vllm_tiered_offload.tiers.p2p.framing import LENGTH, frame
+from vllm_tiered_offload.tiers.p2p.instructions import Address
 from vllm_tiered_offload.tiers.p2p.leases import PromiseLimits, Promises
 from vllm_tiered_offload.tiers.p2p.messages import Answer, Data, Hello, Question, decode_answer, encode
+from vllm_tiered_offload.tiers.p2p.nixl_reader import NixlReader
 from vllm_tiered_offload.tiers.p2p.server import PeerServer
 from vllm_tiered_offload.tiers.p2p.serving import Owner, greeting
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
@@ -47,11 +47,14 @@ def attach_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer's memory is attached by the time it has answered a first question. In production its rows come over
     sockets until a thread has done that."""
 
-    class Now:
-        def __init__(self, target: Callable[..., None], args: Sequence[object], **_: object) -> None:
-            self.start = lambda: target(*args)
+    attach = NixlReader.attach
 
-    monkeypatch.setattr(nixl_reader, "threading", SimpleNamespace(Thread=Now))
+    def and_wait(reader: NixlReader, address: Address, memory: Any) -> None:
+        attach(reader, address, memory)
+        if address in reader._peers:
+            assert reader._peers[address].is_made.wait(PATIENCE)
+
+    monkeypatch.setattr(NixlReader, "attach", and_wait)
 
 
 def wait_until(done: Callable[[], object], what: str) -> None:

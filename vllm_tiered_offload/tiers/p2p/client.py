@@ -144,7 +144,7 @@ class PeerClient(IoThread):
             self._transport = TcpTransport(self._poller, row_bytes, self._place, self.wake)
 
         if why_not_nixl(settings) is None:
-            self._reader = NixlReader(self._engine_id, settings.listen, self._rows, self.wake, self._clock)
+            self._reader = NixlReader(self._engine_id, settings.listen, self._rows, self.wake)
 
     def _turn(self, ready: Collection[object]) -> None:
         assert self._transport is not None
@@ -228,8 +228,7 @@ class PeerClient(IoThread):
                     self._tell(outcome)
 
     def _next_timer(self) -> float | None:
-        timers = self._pulling.next_timer, self._reader.next_timer if self._reader is not None else None
-        return min((timer for timer in timers if timer is not None), default=None)
+        return self._pulling.next_timer
 
     def _close(self) -> None:
         if self._transport is not None:
