@@ -132,7 +132,6 @@ class TcpTransport:
             try:
                 count = source.recv_into(connection.buffer[connection.filled :])
             except BlockingIOError:
-                self._wait_for_enough(connection, source)
                 break
             except OSError:
                 count = 0
@@ -145,7 +144,10 @@ class TcpTransport:
                 event = connection.step(connection)
                 if event is not None:
                     yield event
-        if not connection.dropped and connection.data is not None:
+        if connection.dropped:
+            return
+        self._wait_for_enough(connection, source)
+        if connection.data is not None:
             yield Moving(connection.address)
 
     def _wait_for_enough(self, connection: _Connection, source: socket.socket) -> None:
