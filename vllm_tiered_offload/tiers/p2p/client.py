@@ -103,7 +103,7 @@ class PeerClient(IoThread):
         self._pulling = Pulling((), own, self._accept, times, is_myself=is_myself, clock=clock)
         self._transport: Transport | None = None
         self._reader: NixlReader | None = None
-        self._engine_id, self._clock = own.engine_id, clock
+        self._engine_id = own.engine_id
         self._checker = RowChecker(own.fingerprint, self.wake)
         self._failures = 0
 

@@ -58,7 +58,7 @@ class Unreadable:
 
 
 class _Peer:
-    """One peer's memory. Its thread uses the agent; `tell` is called on it, and `stop` from outside."""
+    """One peer's memory. Its thread uses the agent; `read` and `stop` are called from another one."""
 
     def __init__(self, address: Address, memory: Memory, reader: "NixlReader") -> None:
         self.address = address
