@@ -172,6 +172,7 @@ class Storing(P2pTier):
         for key in keys:
             for request in self._requests.values():
                 request.absent.pop(key, None)
+                request.asked.pop(key, None)  # an answer that is on its way was given before
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         if not self.trouble.is_hanging:
