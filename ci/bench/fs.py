@@ -17,7 +17,8 @@ best of 1, 4 and 16 jobs). What counts are medians of the ratios of one turn: th
 A virtual disk takes one descriptor for each physically contiguous run of a request's memory and has a few hundred of
 them, so where a region's pages lie decides how many requests are in flight: raw threads over scattered pages reach 0.83
 of fio, whose buffers are a few MiB in all and found in one piece, over contiguous ones 1.02. That is no tier's doing.
-So the machine's free memory is compacted before the region is made, and what became of that is shown.
+So the machine's free memory is compacted before the region is made, what is scattered nevertheless is held meanwhile
+(the kernel gives the smallest free pieces first), and what became of that is shown.
 
 Shown beside them, and not counted: ours with "io": "buffered", its loads from the page cache.
 """
@@ -61,6 +62,7 @@ INDEX_KEYS = 1_000_000
 LOOKUP_KEYS = 10_000
 PASS_SECONDS = 0.01
 SHORT_REFRESH = 2.0
+SCATTERED_BYTES = 2 << 30
 REQUEST = ReqContext("bench")
 
 Samples = dict[str, list[float]]  # by case; one of each turn
@@ -151,10 +153,14 @@ class Rig:
         assert np.array_equal(self.theirs.rows[:, -4096:], self.source[:, -4096:])
 
 
-def compact_memory() -> None:
-    """As far as the system lets us."""
+@contextmanager
+def contiguous_memory() -> Iterator[None]:
+    """What is allocated meanwhile lies in few pieces, as far as the system lets us."""
     with suppress(OSError):
         Path("/proc/sys/vm/compact_memory").write_text("1")
+    with mmap.mmap(-1, SCATTERED_BYTES) as scattered:
+        np.frombuffer(scattered, dtype=np.uint8)[:: mmap.PAGESIZE].fill(1)
+        yield
 
 
 def contiguous_runs(row: np.ndarray) -> int | None:
@@ -169,12 +175,12 @@ def contiguous_runs(row: np.ndarray) -> int | None:
 @contextmanager
 def rig(name: str, model: str, folder: Path) -> Iterator[Rig]:
     row = SIZES[name]
-    compact_memory()
-    theirs = fs.InTreeFs(model, str(folder / "intree"), NUM_ROWS, row)
+    source = np.random.default_rng(7).integers(0, 256, (NUM_ROWS, row), dtype=np.uint8)
+    with contiguous_memory():
+        theirs = fs.InTreeFs(model, str(folder / "intree"), NUM_ROWS, row)
+        theirs.rows[:] = source
     ours = fs.OurFs(str(folder / "ours"), theirs.rows)
     buffered = fs.OurFs(str(folder / "buffered"), theirs.rows, io="buffered")
-    source = np.random.default_rng(7).integers(0, 256, (NUM_ROWS, row), dtype=np.uint8)
-    theirs.rows[:] = source
     runs = [contiguous_runs(row) for row in theirs.rows]
     log(f"  {name} rows in contiguous runs of memory: {statistics.mean(run or math.nan for run in runs):.1f} each")
     freeze_gc_heap()  # as EngineCore does once it is up
