@@ -20,6 +20,7 @@ from vllm_tiered_offload.scheduler.groups import (
     stored_from,
     stride_of,
     why_wait,
+    window_start,
 )
 from vllm_tiered_offload.scheduler.lookup_planner import ChunkRange
 from vllm_tiered_offload.scheduler.views import GroupShape
@@ -198,6 +199,13 @@ def test_case_19_range_comes_from_token_counts() -> None:
     assert transfer is not None
     assert (transfer.device_block_ids, transfer.first_sub_block, transfer.rows) == ([3, 4, 5], 1, [7, 8])
     assert plan_load_of_group(full(), 0, 24, list(range(6)), table) is None  # vLLM holds less than full attention needs
+
+
+def test_windows_reach_into_the_last_strides_only() -> None:
+    assert window_start([full(), sliding(9), local(8)], 10, 4) == 8
+    assert window_start([full(), local(8)], 10, 4) == 10  # the next token begins a span: nothing behind it is read
+    assert window_start([full()], 10, 4) == 10
+    assert window_start([sliding(400)], 10, 4) == 0
 
 
 def test_waiting_has_the_reason_that_takes_longer() -> None:

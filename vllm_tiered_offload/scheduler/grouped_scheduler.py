@@ -25,6 +25,7 @@ from vllm_tiered_offload.scheduler.groups import (
     stored_chunks,
     stride_of,
     why_wait,
+    window_start,
 )
 from vllm_tiered_offload.scheduler.load_planner import tokens_by_medium
 from vllm_tiered_offload.scheduler.lookup_planner import ChunkRange, lookup_range
@@ -204,10 +205,18 @@ class GroupedScheduler(OffloadingConnectorScheduler):
     def _admit(self, state: RequestState, num_external_tokens: int) -> None:
         strides = (state.local_tokens + num_external_tokens) // self._stride
         state.admitted(strides)
+        self._manager.touch(self._keys_in_use(state, strides), state.ctx)
+
+    def _keys_in_use(self, state: RequestState, strides: int) -> list[OffloadKey]:
+        """What a hit of that many strides is made of, in prefix order. What lies before a window may age."""
+        tail = window_start(self._shapes, strides, self._stride)
+        groups = list(zip(self._shapes, state.keys, strict=True))
+        full = [keys.slice(0, tail * self._stride // shape.chunk_tokens) for shape, keys in groups if shape.reads_all]
+        in_step = len({len(keys) for keys in full}) == 1
+        heads = [key for keys in (zip(*full, strict=True) if in_step else full) for key in keys]
         keys_of = self._keys_by_group(state)
-        chunks = [one for stride in range(strides) for one in stored_chunks(self._shapes, stride, self._stride)]
-        keys = [key for shape, chunk in chunks for key in keys_of[shape.group_idx].slice(chunk, chunk + 1)]
-        self._manager.touch(keys, state.ctx)
+        chunks = (one for stride in range(tail, strides) for one in stored_chunks(self._shapes, stride, self._stride))
+        return heads + [keys_of[shape.group_idx].slice(chunk, chunk + 1)[0] for shape, chunk in chunks]
 
     def _start_load(self, state: RequestState, tables: BlockTables, num_external_tokens: int) -> bool:
         reservation = state.reservation

@@ -55,6 +55,13 @@ def stored_chunks(shapes: Sequence[GroupShape], stride: int, stride_tokens: int)
                 yield shape, chunk
 
 
+def window_start(shapes: Sequence[GroupShape], strides: int, stride_tokens: int) -> int:
+    """The first stride into which the windows of a hit of `strides` strides reach; `strides` where none does."""
+    end = strides * stride_tokens
+    starts = [needed_chunks(shape, 0, end).first * shape.chunk_tokens for shape in shapes if not shape.reads_all]
+    return min([end, *starts]) // stride_tokens
+
+
 Find = Callable[[GroupShape, ChunkRange], int]
 """How many leading chunks of a range may count as present."""
 
