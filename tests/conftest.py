@@ -17,11 +17,15 @@ NOT_FAST = (
     "fs/test_fs_processes.py::test_killed_at_any_moment",
     "fs/test_fs_processes.py::test_two_engines",
     "fs/test_namespace_identity.py",
+    "fs/test_parsers_fuzz.py",
     "p2p/test_hostile_packets.py",
+    "p2p/test_nixl.py",
     "p2p/test_hosts.py",
     "p2p/test_p2p_conformance.py",
     "p2p/test_p2p_processes.py",
     "p2p/test_server.py",
+    "worker/test_engine_choice.py",
+    "worker/test_gpu_check.py",
     "unit/test_packaging.py::test_registering_twice_is_no_error",
 )
 

@@ -220,6 +220,11 @@ def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
         ({"transport": "sockets"}, "transport is sockets"),
         ({"key_file": "/k"}, "NIXL does not encrypt"),
         ({"key_file": "/k", "transport": "nixl"}, None),
+        (
+            {"listen": "10.0.0.1", "insecure_trusted_network": True},
+            "whoever reaches NIXL's own port reaches this process's memory (transport: nixl accepts that)",
+        ),
+        ({"listen": "10.0.0.1", "insecure_trusted_network": True, "transport": "nixl"}, None),
     ],
 )
 def test_how_rows_travel(settings: dict[str, object], expected: str | None) -> None:

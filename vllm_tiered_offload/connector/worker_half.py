@@ -132,9 +132,9 @@ class WorkerHalf:
         return None if stats.is_empty() else TieredOffloadStats(data=stats.to_dict())
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown()
-        if self._region is not None:
+        """A region that a copy may still touch stays mapped: the end of the process frees it."""
+        stopped = self._worker is None or self._worker.shutdown()
+        if self._region is not None and stopped:
             self._region.close()
 
 

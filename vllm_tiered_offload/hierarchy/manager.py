@@ -61,13 +61,13 @@ class HierarchyLimits:
 
     promotion_headroom: float = 0.1  # rows that promotions leave to the stores of running requests (V2)
     promotion_hold: float = 30.0  # how long a promoted row waits for the request that asked for it
-    promotion_bytes: int = 64 << 20  # of one promotion job: each job that ends is progress that a request sees
+    promotion_bytes: int = 16 << 20  # of one promotion job: each job that ends is progress that a request sees
     cascade_share: float = 0.5  # rows that cascades may hold; beyond it chunks are not cascaded
     drain_timeout: float = 5.0  # per tier, at a reset or shutdown
 
     def promotion_rows(self, row_bytes: int) -> int:
         """Rows of one promotion job: enough for the threads of a tier, and few enough to end soon."""
-        return max(8, min(256, self.promotion_bytes // row_bytes))
+        return max(4, min(256, self.promotion_bytes // row_bytes))
 
 
 @dataclass(slots=True, eq=False)

@@ -43,6 +43,8 @@ def why_not_nixl(settings: P2pTierSettings) -> str | None:
         return "transport is sockets"
     if settings.transport == "auto" and settings.key_file is not None:
         return "NIXL does not encrypt"
+    if settings.transport == "auto" and not is_loopback(settings.listen):
+        return "whoever reaches NIXL's own port reaches this process's memory (transport: nixl accepts that)"
     if importlib.util.find_spec("nixl") is None:
         return "nixl is not installed"
     return None

@@ -66,7 +66,7 @@ class P2pTierSettings(Block):
     transport: Literal["auto", "nixl", "sockets"] = Field(
         default="auto",
         description="How rows travel: read out of the peer's memory with NIXL, or over sockets. auto: NIXL where both "
-        "ends have it and there is no key_file, because NIXL does not encrypt.",
+        "ends have it and are on one machine without a key_file: it neither encrypts nor asks who reads or writes.",
     )
     lease_seconds: float = Field(
         default=10.0, gt=0, le=3600, description="How long rows stay pinned for a peer that was told of them."
