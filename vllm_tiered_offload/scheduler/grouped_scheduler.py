@@ -7,7 +7,7 @@ that was taken is a part of the prefix.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from vllm_tiered_offload.contract.jobs import LookupResult
@@ -28,7 +28,7 @@ from vllm_tiered_offload.scheduler.groups import (
     window_start,
 )
 from vllm_tiered_offload.scheduler.load_planner import tokens_by_medium
-from vllm_tiered_offload.scheduler.lookup_planner import ChunkRange, lookup_range
+from vllm_tiered_offload.scheduler.lookup_planner import ChunkRange, lookup_range, readable_prefix
 from vllm_tiered_offload.scheduler.request_state import ChunkKeys, Offer, RequestState, Reservation
 from vllm_tiered_offload.scheduler.scheduler import ASK_AGAIN, NOTHING, OffloadingConnectorScheduler
 from vllm_tiered_offload.scheduler.views import BlockTables, BlockView, GroupShape, RequestView
@@ -76,27 +76,23 @@ class _Question:
 
     def present(self, shape: GroupShape, chunks: ChunkRange) -> int:
         """How many leading chunks are there, or may yet turn out to be."""
-        return self._leading(shape, chunks, lambda answer: answer is not LookupResult.MISS)
+        found = self._answers_of(self.slice(shape, chunks))
+        return found.index(LookupResult.MISS) if LookupResult.MISS in found else len(found)
 
     def readable(self, shape: GroupShape, chunks: ChunkRange) -> int:
         """How many leading chunks are readable now."""
-        return self._leading(shape, chunks, lambda answer: answer is LookupResult.HIT)
+        return readable_prefix(self._answers_of(self.slice(shape, chunks))).hits
 
-    def _leading(self, shape: GroupShape, chunks: ChunkRange, counts: Any) -> int:
-        keys = self.slice(shape, chunks)
-        for index, key in enumerate(keys):
-            if key not in self.answers:
-                self._ask(keys[index:])
-            if not counts(self.answers[key]):
-                return index
-        return len(keys)
-
-    def _ask(self, keys: Sequence[OffloadKey]) -> None:
-        """Behind a miss nobody has looked: only what comes before it, and the miss itself, is an answer."""
-        for key, answer in zip(keys, self.manager.lookup(keys, self.state.ctx), strict=True):
-            self.answers[key] = answer
-            if answer is LookupResult.MISS:
-                return
+    def _answers_of(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """What is known of the leading keys, up to the first that is missing: behind it nobody has looked."""
+        known = [self.answers[key] for key in takewhile(self.answers.__contains__, keys)]
+        if len(known) < len(keys) and LookupResult.MISS not in known:
+            more = self.manager.lookup(keys[len(known) :], self.state.ctx)
+            if LookupResult.MISS in more:
+                more = more[: more.index(LookupResult.MISS) + 1]
+            self.answers.update(zip(keys[len(known) :], more, strict=False))
+            known += more
+        return known
 
 
 @dataclass(frozen=True, slots=True)
