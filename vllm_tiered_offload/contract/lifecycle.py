@@ -5,7 +5,6 @@ submit_store, submit_load) for this request. Completions may still come. Every l
 keeps one `RequestLifecycle` per request and tells it what happens; the table alone decides what is allowed.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -46,7 +45,7 @@ _ROWS: dict[Phase, dict[Event, Phase]] = {
     phase: {event: after for (before, event), after in TRANSITIONS.items() if before is phase} for phase in Phase
 }
 
-HISTORY_LIMIT = 64
+_SUBMIT = Event.SUBMIT  # a member costs more to look up than most of what is done with it here
 
 
 class InvalidTransition(RuntimeError):
@@ -62,12 +61,16 @@ class RequestLifecycle:
 
     req_id: str
     phase: Phase = Phase.TRACKED
-    _events: deque[Event | str] = field(default_factory=lambda: deque(maxlen=HISTORY_LIMIT))
+    story: list[str] = field(default_factory=list)  # up to the last change of phase
+    submits: int = 0  # since then
+    completes: int = 0
 
     @property
     def history(self) -> list[str]:
-        """The last HISTORY_LIMIT events, oldest first."""
-        return [event.value if isinstance(event, Event) else event for event in self._events]
+        """What happened, phase by phase; for texts. Events that change no phase are counted, not listed."""
+        counts = {Event.SUBMIT: self.submits, Event.COMPLETE: self.completes}
+        repeated = [f"{count}*{event.value}" if count > 1 else event.value for event, count in counts.items() if count]
+        return [*self.story, *repeated]
 
     def allows(self, event: Event) -> bool:
         """Whether the table has a row for `event` now; changes nothing."""
@@ -78,5 +81,10 @@ class RequestLifecycle:
         after = _ROWS[self.phase].get(event)
         if after is None:
             raise InvalidTransition(self.req_id, self.phase, event, self.history)
-        self.phase = after
-        self._events.append(event)
+        if after is not self.phase:
+            self.story, self.submits, self.completes = [*self.history, event.value], 0, 0
+            self.phase = after
+        elif event is _SUBMIT:
+            self.submits += 1
+        else:
+            self.completes += 1

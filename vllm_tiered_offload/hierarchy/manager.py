@@ -20,7 +20,7 @@ misses, every later prepare_* is empty, completions and its end are still passed
 """
 
 import logging
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -590,9 +590,7 @@ class TieringOffloadingManager(OffloadingManager):
         """The request by that id, be it over, or a stand-in for one that was never announced."""
         request = self._requests.get(req_id) or self._over.get(req_id)
         if request is None:
-            request = _Request(
-                ReqContext(req_id), RequestLifecycle(req_id, Phase.SIGNALLED, deque(["never announced"]))
-            )
+            request = _Request(ReqContext(req_id), RequestLifecycle(req_id, Phase.SIGNALLED, ["never announced"]))
             self._remember(request)
         return request
 

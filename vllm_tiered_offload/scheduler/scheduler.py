@@ -111,6 +111,7 @@ class OffloadingConnectorScheduler:
         self._manager = manager
         self._shape = shape
         self._per_chunk = shape.blocks_per_chunk
+        self._chunk_tokens, self._hash_tokens = shape.chunk_tokens, shape.hash_tokens
         self._role = role
         self._clock = clock
         self._strict = settings.lifecycle == "strict"
@@ -367,8 +368,8 @@ class OffloadingConnectorScheduler:
 
     def _plan_offer(self, state: RequestState, written_tokens: int, room: int) -> Offer | None:
         """The chunks that are full once `written_tokens` slots are written, as far as `room` device blocks go."""
-        hashed = len(state.request.block_hashes) * self._shape.hash_tokens
-        chunk_tokens = self._shape.chunk_tokens
+        chunk_tokens = self._chunk_tokens
+        hashed = len(state.request.block_hashes) * self._hash_tokens
         end = storable_chunks(written_tokens, hashed, chunk_tokens, state.store_limit)
         full = written_tokens - written_tokens % chunk_tokens
         # Until the next chunk is full there is nothing to look at, unless hashes of this one are still to come.
@@ -384,8 +385,20 @@ class OffloadingConnectorScheduler:
 
     def _cut_offer(self, state: RequestState, end: int, room: int) -> Offer:
         """Chunks up to `end`, or as many leading ones as may be pinned and hold nothing but real blocks."""
+        assert self._resolve_blocks is not None
         first, per_chunk = state.next_chunk, self._per_chunk
-        blocks = self._chunk_blocks(state, first, first + chunks_within_pins(end - first, per_chunk, room))
+        wanted = (end - first) * per_chunk
+        if wanted > room:
+            wanted = chunks_within_pins(end - first, per_chunk, room) * per_chunk
+        begin = first * per_chunk
+        blocks = self._resolve_blocks(state.ctx.req_id)[0][begin : begin + wanted]
+        real = len(blocks)
+        for index, block in enumerate(blocks):
+            if block.is_null:
+                real = index
+                break
+        if real < wanted:
+            blocks = blocks[: real - real % per_chunk]
         return Offer(state, first, end, state.keys[0].anew(first, first + len(blocks) // per_chunk), blocks)
 
     def _note_accepted(self, offer: Offer, num_accepted: int) -> None:
@@ -402,18 +415,6 @@ class OffloadingConnectorScheduler:
         state.declines += 1
         self._stats.count("declined_stores_total", reason=reason)
 
-    def _chunk_blocks(self, state: RequestState, first: int, end: int) -> Sequence[BlockView]:
-        """Device blocks of chunks [first, end), or as many leading chunks as hold nothing but real blocks."""
-        assert self._resolve_blocks is not None
-        per_chunk = self._per_chunk
-        blocks = self._resolve_blocks(state.ctx.req_id)[0][first * per_chunk : end * per_chunk]
-        real = len(blocks)
-        for index, block in enumerate(blocks):
-            if block.is_null:
-                real = index
-                break
-        return blocks if real == (end - first) * per_chunk else blocks[: real - real % per_chunk]
-
     def _store(self, offers: Sequence[Offer]) -> None:
         """Offer the chunks of a step to the manager; what it takes becomes one job."""
         prepared = self._manager.prepare_stores([(offer.keys, offer.state.ctx) for offer in offers])
@@ -421,12 +422,13 @@ class OffloadingConnectorScheduler:
         chosen: list[tuple[Offer, Sequence[OffloadKey]]] = []
         end = 0
         for offer, accepted, taken in zip(offers, prepared.accepted, prepared.taken, strict=True):
+            state = offer.state
             self._note_accepted(offer, accepted)
             if not taken:
                 continue
             end += taken
-            states.append(offer.state)
-            offer.state.lifecycle.advance(_SUBMIT)
+            states.append(state)
+            state.lifecycle.advance(_SUBMIT)
             keys = offer.keys if taken == len(offer.keys) else prepared.keys[end - taken : end]
             chosen.append((offer, keys))
             if self._events is not None:
@@ -473,18 +475,16 @@ class OffloadingConnectorScheduler:
 
     def _store_contained(self, offers: Sequence[Offer]) -> None:
         """What raises here is the manager's fault, not one request's: all of them go on without offloading."""
-        offers = [offer for offer in offers if self._may_submit(offer.state)]
+        offers = [offer for offer in offers if offer.state.lifecycle.allows(_SUBMIT) or self._refuse(offer.state)]
         try:
             self._store(offers)
         except Exception as error:
             for offer in offers:
                 self._skip(offer.state, error)
 
-    def _may_submit(self, state: RequestState) -> bool:
-        """Whether the contract allows it; asked before anything is allocated (L7)."""
+    def _refuse(self, state: RequestState) -> bool:
+        """The contract does not allow a submit; found out before anything is allocated (L7)."""
         life = state.lifecycle
-        if life.allows(_SUBMIT):
-            return True
         self._skip(state, InvalidTransition(life.req_id, life.phase, _SUBMIT, life.history))
         return False
 
