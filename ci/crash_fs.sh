@@ -10,8 +10,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/env.sh
 
-PYTHON=${PYTHON:-python}
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-"$PYTHON" -c 'import vllm_tiered_offload.tiers.fs.tier' ||
-    die "$PYTHON lacks the package's dependencies: name one that has them in PYTHON=..., such as bash ci/test.sh makes"
-exec "$PYTHON" tests/fs/fs_crash.py "${1:-100}"
+run_on_this_tree vllm_tiered_offload.tiers.fs.tier tests/fs/fs_crash.py "${1:-100}"

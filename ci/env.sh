@@ -129,3 +129,13 @@ stop_group() {
     kill -KILL -- "-$1" 2>/dev/null || true
     wait "$1" 2>/dev/null || true
 }
+
+# run_on_this_tree MODULE SCRIPT [ARGUMENT...]: SCRIPT with $PYTHON and this tree's package; MODULE shows that it can run.
+run_on_this_tree() {
+    local python=${PYTHON:-python} module=$1
+    shift
+    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+    "$python" -c "import $module" ||
+        die "$python lacks the package's dependencies: name one that has them in PYTHON=..., such as bash ci/test.sh makes"
+    exec "$python" "$@"
+}

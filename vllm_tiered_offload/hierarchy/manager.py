@@ -367,20 +367,21 @@ class TieringOffloadingManager(OffloadingManager):
 
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> PreparedStore:
         asking = [self._admitted(ctx, "prepare_stores") for _, ctx in offers]
-        if None in asking:
+        admitted = [request for request in asking if request is not None]
+        if len(admitted) < len(asking):
             return self._prepare_admitted(offers, asking)
         if self.guards:
             self._collect_once()
             offers = self._without_promoting(offers)
         prepared = self.primary.prepare_stores(offers)
-        owners = [request for request, taken in zip(asking, prepared.taken, strict=True) if taken and request]
+        owners = [request for request, taken in zip(admitted, prepared.taken, strict=True) if taken]
         for request in owners:
             request.lifecycle.advance(_SUBMIT)
             request.stores_in_flight += 1
         if owners:
             self._in_flight[prepared] = owners
         if self.guards:
-            self._offer_all_present(offers, prepared)
+            self._offer_all_present(offers, admitted, prepared)
         return prepared
 
     def _prepare_admitted(self, offers: Sequence[StoreOffer], asking: Sequence[_Request | None]) -> PreparedStore:
@@ -401,11 +402,13 @@ class TieringOffloadingManager(OffloadingManager):
             for keys, ctx in offers
         ]
 
-    def _offer_all_present(self, offers: Sequence[StoreOffer], prepared: PreparedStore) -> None:
+    def _offer_all_present(
+        self, offers: Sequence[StoreOffer], asking: Sequence[_Request], prepared: PreparedStore
+    ) -> None:
         """Requests that some tier behind wants whole offer it what needs no store, too (L5)."""
         stored_now: set[OffloadKey] | None = None
-        for (keys, ctx), accepted, taken in zip(offers, prepared.accepted, prepared.taken, strict=True):
-            request = self._requests[ctx.req_id]
+        parts = zip(offers, asking, prepared.accepted, prepared.taken, strict=True)
+        for (keys, _), request, accepted, taken in parts:
             if request.takers and taken < accepted:
                 stored_now = set(prepared.keys) if stored_now is None else stored_now
                 self._offer_present([key for key in keys[:accepted] if key not in stored_now], request)
