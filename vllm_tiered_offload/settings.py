@@ -200,7 +200,8 @@ class Settings(Block):
         default=1, ge=1, le=256, description="Threads that move bytes in each worker of the CPU backend."
     )
     populate: bool = Field(
-        default=True, description="Give the host region its memory at start, so that a lack of it shows there."
+        default=True,
+        description="Give the host region its memory at start, in huge pages where it can, and show a lack of it.",
     )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""vLLM's in-tree filesystem tier, driven directly, and ours beside it over the same rows: for fs.py."""
+"""vLLM's in-tree filesystem tier, driven directly, and ours beside it: for fs.py."""
 
 import itertools
 import os
@@ -17,9 +17,9 @@ from vllm.v1.kv_offload import base as intree_offload
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from vllm_tiered_offload.contract.fingerprint import FIELDS, Fingerprint
-from vllm_tiered_offload.contract.geometry import RegionGeometry
 from vllm_tiered_offload.contract.jobs import JobMetadata, ReqContext
 from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.region import HostRegion
 from vllm_tiered_offload.tiers.fs.tier import FsTier
 
 _LAYER_PAGE = 32 * 1024  # bytes of one layer in a row
@@ -30,6 +30,7 @@ class Side(ABC):
     """One tier: jobs go in, and it says which have ended."""
 
     name: str
+    rows: np.ndarray  # (row, byte): the region that it moves
 
     @abstractmethod
     def submit(self, keys: Sequence[OffloadKey], rows: range, *, load: bool) -> None:
@@ -48,7 +49,7 @@ class Side(ABC):
 
 
 class InTreeFs(Side):
-    """vLLM's own. Its region, `rows` (row, byte), is the one that both tiers move."""
+    """vLLM's own, with its own region."""
 
     name = "in-tree"
 
@@ -88,16 +89,14 @@ class InTreeFs(Side):
 
 
 class OurFs(Side):
-    """Ours, over rows that somebody else has."""
+    """Ours, over a region that somebody else closes."""
 
     name = "ours"
 
-    def __init__(self, root: str, rows: np.ndarray, **settings: Any) -> None:
+    def __init__(self, root: str, region: HostRegion, **settings: Any) -> None:
+        self.rows = region.array
         self.tier = FsTier.from_settings({"root": root, **settings}, engine_id=f"bench-{os.getpid()}")
-        geometry = RegionGeometry(len(rows), (rows.shape[1],), 1)
-        self.tier.bind_region(
-            [memoryview(row) for row in rows], geometry, Fingerprint.of(dict.fromkeys(FIELDS, "bench"))
-        )
+        self.tier.bind_region(region.rows(), region.geometry, Fingerprint.of(dict.fromkeys(FIELDS, "bench")))
 
     def submit(self, keys: Sequence[OffloadKey], rows: range, *, load: bool) -> None:
         number = next(_job_ids)
@@ -113,6 +112,7 @@ class OurFs(Side):
         return Path(self.tier._holdings.namespace.file_path(key))
 
     def shutdown(self) -> None:
+        del self.rows
         self.tier.shutdown()
 
 

@@ -5,8 +5,9 @@
 
 256 rows of 1 MiB and of 4 MiB, as jobs of 64 one after the other (1x64) and as 16 jobs of 16 at once (16x16). Every
 turn measures everything once, in a new order, the disk's queue emptied before each: ours and in-tree with their
-default settings over the same rows, and fio with as many files of the same size (direct, created in the run, with the
-best of 1, 4 and 16 jobs). What counts are medians of the ratios of one turn: this kind of disk drifts by a third.
+default settings, each over a region as its product makes it, and fio with as many files of the same size (direct,
+created in the run, with the best of 1, 4 and 16 jobs). What counts are medians of the ratios of one turn: this kind of
+disk drifts by a third.
 
     load       cold: what was written past the page cache, or has been dropped from it
     checksum   wall time of our cold load with the checksum divided by that without it, minus one
@@ -15,10 +16,9 @@ best of 1, 4 and 16 jobs). What counts are medians of the ratios of one turn: th
     index      bytes a key of the index at a million keys, the keys themselves included
 
 A virtual disk takes one descriptor for each physically contiguous run of a request's memory and has a few hundred of
-them, so where a region's pages lie decides how many requests are in flight: raw threads over scattered pages reach 0.83
-of fio, whose buffers are a few MiB in all and found in one piece, over contiguous ones 1.02. That is no tier's doing.
-So the machine's free memory is compacted before the region is made, what is scattered nevertheless is held meanwhile
-(the kernel gives the smallest free pieces first), and what became of that is shown.
+them, so where a region's pages lie decides how many requests are in flight. Our region takes huge pages where it can.
+In-tree's gets what the kernel finds; it is measured at its best: free memory is compacted before it is made, what is
+scattered nevertheless is held meanwhile (the kernel gives the smallest free pieces first), and both are shown.
 
 Shown beside them, and not counted: ours with "io": "buffered", its loads from the page cache.
 """
@@ -46,8 +46,10 @@ import numpy as np
 from _output import log, table, write_results
 from vllm.utils.gc_utils import freeze_gc_heap
 
+from vllm_tiered_offload.contract.geometry import RegionGeometry
 from vllm_tiered_offload.contract.jobs import JobMetadata, LookupResult, ReqContext
 from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.region import HostRegion
 from vllm_tiered_offload.tiers.fs.index import KeyIndex
 from vllm_tiered_offload.tiers.fs.settings import FsTierSettings
 from vllm_tiered_offload.tiers.registry import load_eviction_policy
@@ -126,7 +128,7 @@ def run_fio(folder: Path, rw: str, row: int, jobs: int) -> float:
 
 @dataclass
 class Rig:
-    """Both tiers over one region, for one size of rows."""
+    """Both tiers, for one size of rows. Each moves a region as its own product makes it."""
 
     name: str
     ours: fs.OurFs
@@ -143,19 +145,20 @@ class Rig:
     def add(self, case: str, seconds: float) -> None:
         self.seconds.setdefault(case, []).append(seconds)
 
-    def fill(self) -> None:
-        self.theirs.rows[:] = self.source
+    def fill(self, side: fs.Side) -> None:
+        side.rows[:] = self.source
 
-    def wipe(self) -> None:
-        self.theirs.rows[:, -4096:] = 0
+    def wipe(self, side: fs.Side) -> None:
+        side.rows[:, -4096:] = 0
 
-    def check(self) -> None:
-        assert np.array_equal(self.theirs.rows[:, -4096:], self.source[:, -4096:])
+    def check(self, side: fs.Side) -> None:
+        assert np.array_equal(side.rows[:, -4096:], self.source[:, -4096:])
 
 
 @contextmanager
 def contiguous_memory() -> Iterator[None]:
-    """What is allocated meanwhile lies in few pieces, as far as the system lets us."""
+    """What is allocated meanwhile lies in few pieces, as far as the system lets us: in-tree's region at its best. Ours
+    asks for huge pages itself."""
     with suppress(OSError):
         Path("/proc/sys/vm/compact_memory").write_text("1")
     with mmap.mmap(-1, SCATTERED_BYTES) as scattered:
@@ -179,16 +182,19 @@ def rig(name: str, model: str, folder: Path) -> Iterator[Rig]:
     with contiguous_memory():
         theirs = fs.InTreeFs(model, str(folder / "intree"), NUM_ROWS, row)
         theirs.rows[:] = source
-    ours = fs.OurFs(str(folder / "ours"), theirs.rows)
-    buffered = fs.OurFs(str(folder / "buffered"), theirs.rows, io="buffered")
-    runs = [contiguous_runs(row) for row in theirs.rows]
-    log(f"  {name} rows in contiguous runs of memory: {statistics.mean(run or math.nan for run in runs):.1f} each")
-    freeze_gc_heap()  # as EngineCore does once it is up
-    try:
-        yield Rig(name, ours, buffered, theirs, source, folder)
-    finally:
-        for side in (ours, buffered, theirs):
-            side.shutdown()
+    with HostRegion.create(RegionGeometry(NUM_ROWS, (row,), 1)) as region:
+        ours = fs.OurFs(str(folder / "ours"), region)
+        buffered = fs.OurFs(str(folder / "buffered"), region, io="buffered")
+        ours.rows[:] = source
+        for side in (ours, theirs):
+            runs = statistics.mean(contiguous_runs(row) or math.nan for row in side.rows)
+            log(f"  {name} {side.name} rows in contiguous runs of memory: {runs:.1f} each")
+        freeze_gc_heap()  # as EngineCore does once it is up
+        try:
+            yield Rig(name, ours, buffered, theirs, source, folder)
+        finally:
+            for side in (ours, buffered, theirs):
+                side.shutdown()
 
 
 def new_keys(rng: np.random.Generator, count: int = NUM_ROWS) -> list[OffloadKey]:
@@ -218,7 +224,7 @@ def pair(rig: Rig, shape: str, rng: np.random.Generator, theirs_first: bool) -> 
     sides: list[fs.Side] = [rig.ours, rig.theirs]
     for side in reversed(sides) if theirs_first else sides:
         keys = new_keys(rng)
-        rig.fill()
+        rig.fill(side)
         os.sync()
         rig.add(f"{side.name} store {shape}", move(side, keys, shape, load=False))
         loads = [f"{side.name} load {shape}"]
@@ -226,23 +232,23 @@ def pair(rig: Rig, shape: str, rng: np.random.Generator, theirs_first: bool) -> 
             loads.insert(rng.integers(2), f"unchecked load {shape}")
         for case in loads:
             each_file(side, keys, drop_from_page_cache)
-            rig.wipe()
+            rig.wipe(side)
             os.sync()
             with without_checksum() if case.startswith("unchecked") else mock.patch.dict({}):
                 rig.add(case, move(side, keys, shape, load=True))
-            rig.check()
+            rig.check(side)
         remove(side, keys)
 
 
 def hot_group(rig: Rig, shape: str, rng: np.random.Generator) -> None:
     side, keys = rig.buffered, new_keys(rng)
-    rig.fill()
+    rig.fill(side)
     os.sync()
     rig.add(f"buffered store {shape}", move(side, keys, shape, load=False))
     each_file(side, keys, read_whole)
-    rig.wipe()
+    rig.wipe(side)
     rig.add(f"buffered hot load {shape}", move(side, keys, shape, load=True))
-    rig.check()
+    rig.check(side)
     remove(side, keys)
 
 
@@ -260,27 +266,27 @@ def remove(side: fs.Side, keys: Sequence[OffloadKey]) -> None:
 
 def measure_lookups(scratch: str, repeats: int) -> Samples:
     """Microseconds a key on the scheduler thread until all 10,000 have their answer, by kind."""
-    rng, rows = np.random.default_rng(3), np.frombuffer(mmap.mmap(-1, 4096), dtype=np.uint8).reshape(1, 4096)
+    rng, region = np.random.default_rng(3), HostRegion.create(RegionGeometry(1, (4096,), 1))
     took: Samples = {"present": [], "absent, indexed": [], "absent, by stat": []}
     root = tempfile.mkdtemp(prefix="lookups_", dir=scratch)
     present = new_keys(rng, LOOKUP_KEYS)
     for _ in range(repeats):
-        side = scanned(root, rows, 60.0)
+        side = scanned(root, region, 60.0)
         side.tier.submit_store(JobMetadata(1, tuple(present), (0,) * len(present), False, REQUEST))
         assert side.tier.drain(60)
         took["present"].append(ask(side, present, LookupResult.HIT))
         took["absent, indexed"].append(ask(side, new_keys(rng, LOOKUP_KEYS), LookupResult.MISS))
         side.shutdown()
-        side = scanned(root, rows, SHORT_REFRESH)
+        side = scanned(root, region, SHORT_REFRESH)
         time.sleep(SHORT_REFRESH)  # now the index is too old to say that a key is nowhere
         took["absent, by stat"].append(ask(side, new_keys(rng, LOOKUP_KEYS), LookupResult.MISS))
         side.shutdown()
     return took
 
 
-def scanned(root: str, rows: np.ndarray, share_refresh: float) -> fs.OurFs:
+def scanned(root: str, region: HostRegion, share_refresh: float) -> fs.OurFs:
     """A tier that knows what its directory holds."""
-    side = fs.OurFs(root, rows, share_refresh=share_refresh)
+    side = fs.OurFs(root, region, share_refresh=share_refresh)
     deadline = time.monotonic() + 60
     while not side.tier._holdings.scanned:
         assert time.monotonic() < deadline, "the directory was never scanned"

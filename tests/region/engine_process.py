@@ -35,11 +35,11 @@ def stop_before_map(fd: int, size: int) -> NoReturn:
     stop_here(stage="before_map")
 
 
-def stop_after_map(mapping: mmap.mmap) -> NoReturn:
+def stop_after_map(mapping: mmap.mmap, **_: object) -> NoReturn:
     stop_here(stage="after_map")
 
 
-def stop_while_populating(mapping: mmap.mmap) -> NoReturn:
+def stop_while_populating(mapping: mmap.mmap, **_: object) -> NoReturn:
     """Two pieces are in, the third is on its way."""
     done = []
 

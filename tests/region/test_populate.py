@@ -12,6 +12,7 @@ import pytest
 
 from vllm_tiered_offload.contract.geometry import RegionGeometry
 from vllm_tiered_offload.region import HostRegion, MemoryBudget, RegionMemoryError, host_region
+from vllm_tiered_offload.region.huge_pages import HugePages
 from vllm_tiered_offload.region.populate import populate, read_every_page
 
 PIECE = 1 << 20
@@ -101,7 +102,7 @@ def test_a_failed_population_leaves_nothing(
 ) -> None:
     """The descriptor and the mapping go with the error, even while the traceback is alive."""
 
-    def fail(mapping: mmap.mmap) -> bool:
+    def fail(mapping: mmap.mmap, *, huge_pages: HugePages) -> bool:
         raise RegionMemoryError("no")
 
     monkeypatch.setattr(host_region, "populate_pages", fail)

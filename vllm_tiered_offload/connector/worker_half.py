@@ -76,11 +76,13 @@ class WorkerHalf:
         geometry, settings = self._region.geometry, self._settings
         chunk_tokens = min(layout.geometry.block_tokens for layout in layouts) * settings.blocks_per_chunk
         logger.info(
-            "tiered offload: %.2f GiB of host memory for %d tokens (%d rows of %d bytes, %d tokens a row); "
+            "tiered offload: %.2f GiB of host memory (%.0f%% huge pages) for %d tokens "
+            "(%d rows of %d bytes, %d tokens a row); "
             "tiers: %s; policy %s; layout: %d KV groups, %d layers, %d bytes a block and rank, %d ranks; "
             "copy engine: %s; "
             "fingerprint %s",
             geometry.total_bytes / 2**30,
+            100 * self._region.huge_page_bytes / geometry.total_bytes,
             geometry.num_rows * chunk_tokens // len(layouts),
             geometry.num_rows,
             geometry.row_bytes,

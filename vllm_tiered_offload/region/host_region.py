@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from vllm_tiered_offload.contract.geometry import RegionGeometry
 from vllm_tiered_offload.contract.messages import RegionAnnouncement
 from vllm_tiered_offload.region.errors import RegionClosedError, RegionError, RegionGoneError
+from vllm_tiered_offload.region.huge_pages import HugePages, map_aligned
 from vllm_tiered_offload.region.limits import MemoryBudget, check_capacity, read_memory_budget
 from vllm_tiered_offload.region.populate import populate as populate_pages
 
@@ -34,11 +35,19 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class HostRegion:
     """A mapping of the region in this process. Made by `create` (first rank) or `open` (everybody else)."""
 
-    def __init__(self, geometry: RegionGeometry, mapping: mmap.mmap, fd: int | None, populated_by_advice: bool) -> None:
+    def __init__(
+        self,
+        geometry: RegionGeometry,
+        mapping: mmap.mmap,
+        fd: int | None,
+        populated_by_advice: bool = True,
+        huge_page_bytes: int = 0,
+    ) -> None:
         self._geometry = geometry
         self._mapping: mmap.mmap | None = mapping  # None once closed
         self._fd = fd  # the creator's open descriptor, None elsewhere and once closed
         self._populated_by_advice = populated_by_advice
+        self._huge_page_bytes = huge_page_bytes
 
     @classmethod
     def create(
@@ -54,13 +63,14 @@ class HostRegion:
         mapping = None
         try:
             mapping = _map(fd, geometry.total_bytes)
-            by_advice = populate_pages(mapping) if populate else True
+            huge_pages = HugePages(mapping)
+            by_advice = populate_pages(mapping, huge_pages=huge_pages) if populate else True
         except BaseException:
             if mapping is not None:
                 mapping.close()
             os.close(fd)
             raise
-        return cls(geometry, mapping, fd, by_advice)
+        return cls(geometry, mapping, fd, by_advice, huge_pages.num_bytes)
 
     @classmethod
     def open(cls, announcement: RegionAnnouncement) -> "HostRegion":
@@ -74,7 +84,7 @@ class HostRegion:
             mapping = _map(fd, announcement.geometry.total_bytes)
         finally:
             os.close(fd)
-        return cls(announcement.geometry, mapping, None, True)
+        return cls(announcement.geometry, mapping, None)
 
     @property
     def geometry(self) -> RegionGeometry:
@@ -85,6 +95,11 @@ class HostRegion:
     def populated_by_advice(self) -> bool:
         """False when the kernel refused MADV_POPULATE_WRITE and every page was read instead."""
         return self._populated_by_advice
+
+    @property
+    def huge_page_bytes(self) -> int:
+        """How much of the region lies in huge pages; known to its creator alone."""
+        return self._huge_page_bytes
 
     @property
     def closed(self) -> bool:
@@ -159,7 +174,7 @@ def _make_memfd(size: int) -> int:
 
 def _map(fd: int, size: int) -> mmap.mmap:
     try:
-        mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        mapping = map_aligned(fd, size)
     except OSError as error:
         raise RegionError(f"the host region of {size} bytes cannot be mapped: {error}") from error
     with suppress(OSError):  # users' prompts, and as many gigabytes, do not belong into a core dump

@@ -7,7 +7,8 @@ kernel's one shared zero page, but the region is never private). A "write back w
 and lose what another process wrote in between.
 
 Pages are populated in pieces: between two of them the memory that is left is looked at again, because two engines that
-start at once both see the same free memory, and because a piece holds the interpreter.
+start at once both see the same free memory, and because a piece holds the interpreter. Each piece first takes what it
+can get as huge pages (huge_pages.py).
 """
 
 import errno
@@ -17,6 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_tiered_offload.region.errors import RegionMemoryError
+from vllm_tiered_offload.region.huge_pages import HugePages
 from vllm_tiered_offload.region.limits import CAPACITY_SETTING, MemoryBudget, in_units, read_memory_budget
 
 MADV_POPULATE_WRITE = 23  # not in the mmap module's constants
@@ -33,11 +35,12 @@ Advise = Callable[[int, int], None]
 def populate(
     mapping: mmap.mmap,
     *,
+    huge_pages: HugePages | None = None,
     advise: Advise | None = None,
     budget: Callable[[], MemoryBudget] = read_memory_budget,
     piece_bytes: int = PIECE_BYTES,
 ) -> bool:
-    """Give all pages their memory; returns False when the fallback was needed.
+    """Give all pages their memory, `huge_pages` where it can; returns False when the fallback was needed.
 
     `advise(start, length)` populates one piece (a seam for tests). Raises RegionMemoryError when memory runs out.
     """
@@ -47,6 +50,8 @@ def populate(
     for start in range(0, total, piece_bytes):
         length = min(piece_bytes, total - start)
         _check_room(length, start, total, budget())
+        if huge_pages is not None:
+            huge_pages.back(start, length)
         if advice_works:
             advice_works = _advise_piece(advise, start, length, total)
         if not advice_works:
