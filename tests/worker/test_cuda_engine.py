@@ -35,6 +35,11 @@ class Lane(ManualExecutor):
     """Runs each task at once, unless told to keep them."""
 
     keep = False
+    closed = False
+
+    def shutdown(self, wait: bool = True) -> None:
+        self.closed = True
+        super().shutdown(wait)
 
     def submit(self, job: Callable[[], None], /) -> None:
         super().submit(job)
@@ -399,6 +404,29 @@ def test_shutdown_fails_what_waits_and_keeps_rows_pinned_while_a_copy_runs() -> 
     assert not rig.device.registered
     assert ended(rig.engine.poll()) == {1: None}
     assert rig.engine.shutdown(1.0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_tensors_are_registered_again(seed: int) -> None:
+    """What was in flight ends first; the former engine's threads are gone, and the rows are pinned anew behind it.
+
+    Fails when the former engine is not shut down, or only when the new one is there.
+    """
+    rig = Rig()
+    pinned = dict(rig.device.registered)
+    store_after_a_long_write(rig)
+    former, lanes = rig.engine, list(rig.lanes)
+    rig.worker.attach([rig.layout], rig.slots)
+    assert rig.engine is not former
+    assert (rig.row(0)[0] == 7.0).all()
+    assert rig.device.registered == pinned
+    assert all(lane.closed for lane in lanes)
+    rig.step(loads=(job(2, [0], [40]),))
+    rig.driver.run_all(random.Random(seed))
+    rig.driver.check()
+    assert rig.worker.take_transfer_results() == ({"req-2"}, set())
+    assert {job_id: ack.error for job_id, ack in rig.worker.build_report().acks.items()} == {1: None, 2: None}
+    assert (rig.kv[0][40] == 7.0).all()
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------------

@@ -292,5 +292,87 @@ def test_before_attach_and_after_shutdown() -> None:
     rig.step(StepMessage(loads=[rig.job(2)]))
     assert sorted(rig.acks) == [(1, False), (2, False)]
     assert sorted(rig.received) == ["req-1", "req-2"]
-    with pytest.raises(RuntimeError, match="attached already"):
-        Harness().worker.attach([], np.zeros((0, 0), np.uint8))
+
+
+# ---- memory that goes and comes back -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_before_sleep_copies_end_and_after_it_none_begins(groups: int) -> None:
+    """What is in flight is waited for, what comes while the memory is gone fails, and afterwards copies work again.
+
+    Fails when `release` does not wait, when jobs bound before it are still submitted, and when `restore` is left out.
+    """
+    rig = Harness(groups)
+    rig.step(StepMessage(stores=[rig.job(1)]))
+    rig.worker.bind(StepMessage(loads=[rig.job(2, 4, 8)]))
+    rig.worker.release()
+    assert all(copy.done for copy in rig.engine.copies.values())
+    rig.step(StepMessage(loads=[rig.job(3, 4, 8)]))
+    assert list(rig.engine.copies) == []
+    rig.worker.restore()
+    rig.step(StepMessage(loads=[rig.job(4, 4, 8)]))
+    rig.settle()
+    assert sorted(rig.acks) == [(1, True), (2, False), (3, False), (4, True)]
+    assert (sorted(rig.received), sorted(rig.failed)) == (["req-2", "req-3", "req-4"], ["req-2", "req-3"])
+
+
+def test_sleep_is_refused_while_a_copy_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory must not go: vLLM hears an error, and the engine serves on. Releasing anyway makes this fail."""
+    rig = Harness()
+    rig.step(StepMessage(stores=[rig.job(1)]))
+    monkeypatch.setattr(rig.engine, "wait", lambda timeout: False)
+    with pytest.raises(RuntimeError, match="did not end within 0 s"):
+        rig.worker.release(0.0)
+    monkeypatch.undo()
+    rig.step(StepMessage(loads=[rig.job(2, 4, 8)]))
+    rig.settle()
+    assert sorted(rig.acks) == [(1, True), (2, True)]
+
+
+def test_a_broken_engine_does_not_keep_anybody_awake() -> None:
+    """The device is lost, so nothing of it is copied any more."""
+    rig = Harness()
+    rig.step(StepMessage(stores=[rig.job(1)]))
+    rig.engine.poll_errors.append(RuntimeError("lost"))
+    rig.engine.wait = lambda timeout: 1 // 0  # type: ignore[method-assign]
+    rig.step()
+    rig.worker.release()
+    rig.worker.restore()
+    rig.step(StepMessage(loads=[rig.job(2)]))
+    assert sorted(rig.acks) == [(1, False), (2, False)]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_registered_again_elsewhere(finished: bool) -> None:
+    """A copy of the former tensors ends and is acknowledged once; later ones go to the new tensors.
+
+    Fails when the former engine's last results are not taken.
+    """
+    rig = Harness()
+    rig.step(StepMessage(stores=[rig.job(1)]), run=False)
+    if finished:
+        rig.driver.run_all()
+    former = rig.kv[0].clone()
+    moved = torch.zeros(BLOCKS, 4)
+    layouts = [build_group_layout(0, {"layer.0": moved}, BLOCKS, 16)]
+    rig.engine = FakeCopyEngine(rig.driver, layouts, rig.slots, CHUNK)
+    rig.worker.attach(layouts, rig.slots)
+    rig.step(StepMessage(loads=[rig.job(2, 0, 8)]))
+    rig.settle()
+    assert rig.acks == [(1, True), (2, True)]
+    assert rig.received == ["req-2"]
+    assert torch.equal(rig.kv[0], former)
+    assert torch.equal(moved[8], former[0])
+
+
+def test_registered_again_while_a_copy_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused after a bounded time; the former tensors stay in use."""
+    rig = Harness()
+    rig.step(StepMessage(stores=[rig.job(1)]))
+    monkeypatch.setattr(rig.engine, "wait", lambda timeout: False)
+    with pytest.raises(RuntimeError, match="try again when the engine is idle"):
+        rig.worker.attach([], np.zeros((0, 0), np.uint8))
+    monkeypatch.undo()
+    rig.settle()
+    assert rig.acks == [(1, True)]

@@ -68,6 +68,16 @@ class TieredOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         self._worker.register_kv_caches(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33 calls it before sleep. Older versions release the KV cache only after a reset of it that succeeded,
+        which none does while a copy holds device blocks."""
+        assert self._worker is not None
+        self._worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        assert self._worker is not None
+        self._worker.restore_kv_caches()
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert self._worker is not None

@@ -46,22 +46,49 @@ class WorkerHalf:
         self._executor_factory = current_overrides().executor_factory
         self._region: HostRegion | None = None
         self._worker: OffloadingConnectorWorker | None = None
+        self._signature = ""  # of all KV groups' layouts, once they are registered
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Make or open the host region and start copying. Collective over the engine's ranks; raises with a reason."""
+        """Make or open the host region and start copying. Collective over the engine's ranks; raises with a reason.
+
+        Called again, with other memory of the same shape: copies of the former end first, the region stays.
+        """
         if why_not_offloadable(self._kv_cache_config) is not None:
             return
-        config = self._settings.worker_config()
         layouts = self._layouts(kv_caches)
+        signature = "|".join(layout.signature for layout in layouts)
+        if self._worker is None or self._region is None:
+            self._signature = signature
+            self._start(layouts)
+        elif signature == self._signature:
+            self._worker.attach(layouts, self._region.rank_view(self._ranks.rank))
+        else:
+            raise RuntimeError(
+                "the KV cache was registered again in another layout, in which nobody can read what host memory holds: "
+                f"restart the engine ({self._signature} became {signature})"
+            )
+
+    def _start(self, layouts: Sequence[GroupLayout]) -> None:
+        config = self._settings.worker_config()
         slot_bytes = max(layout.block_bytes for layout in layouts) * config.blocks_per_chunk
         self._region, announcement = agree_on_region(self._ranks, config, slot_bytes)
         self._worker = OffloadingConnectorWorker(config, self._ranks.rank, engine_factory(self._executor_factory))
         self._worker.attach(layouts, self._region.rank_view(self._ranks.rank))
         if self._ranks.rank == 0:
-            signature = "|".join(layout.signature for layout in layouts)
-            fingerprint = fingerprint_of(self._vllm_config, self._kv_cache_config, config.blocks_per_chunk, signature)
+            chunk = config.blocks_per_chunk
+            fingerprint = fingerprint_of(self._vllm_config, self._kv_cache_config, chunk, self._signature)
             self._worker.set_announcement(replace(announcement, fingerprint=fingerprint))
             self._say_summary(layouts, fingerprint)
+
+    def unregister_kv_caches(self) -> None:
+        """The KV cache loses its memory next (sleep). RuntimeError when copies do not end in a bounded time."""
+        if self._worker is not None:
+            self._worker.release()
+
+    def restore_kv_caches(self) -> None:
+        """The KV cache has memory again, at the same addresses."""
+        if self._worker is not None:
+            self._worker.restore()
 
     def _layouts(self, kv_caches: dict[str, torch.Tensor]) -> list[GroupLayout]:
         num_blocks, layouts = self._kv_cache_config.num_blocks, []

@@ -47,6 +47,7 @@ from vllm_tiered_offload.worker.layout import GroupLayout
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 10.0
+RELEASE_SECONDS = 10.0
 CANCELLED = "load cancelled: its bytes are no longer wanted"
 
 
@@ -70,14 +71,16 @@ class _End:
 
 
 class OffloadingConnectorWorker:
-    """The worker half of one rank. All methods are for vLLM's worker thread; none blocks but `shutdown`."""
+    """The worker half of one rank. All methods are for vLLM's worker thread; none blocks but `attach`, `release` and
+    `shutdown`, each for a bounded time."""
 
     def __init__(self, config: WorkerConfig, rank: int, engine_factory: EngineFactory) -> None:
         self._config = config
         self._rank = rank
         self._engine_factory = engine_factory
         self._engine: CopyEngine | None = None  # None before attach and after shutdown
-        self._retired: str | None = None  # why the engine takes no more jobs
+        self._retired: str | None = None  # why the engine takes no more jobs, for good
+        self._away: str | None = "no KV cache has been registered"  # why there is no memory to copy at the moment
         self._bounds = PlanBounds(config.blocks_per_chunk, 0, {})
         self._pending: list[_Job] = []  # bound, not submitted, oldest first
         self._in_flight: dict[int, _Job] = {}  # submitted; disjoint from _pending
@@ -88,16 +91,35 @@ class OffloadingConnectorWorker:
         self._stats: defaultdict[str, float] = defaultdict(float)
 
     def attach(self, layouts: Sequence[GroupLayout], slots: np.ndarray) -> None:
-        """The KV tensors and the region exist: build the engine. Once, before the first job.
+        """The KV tensors and the region exist: build the engine. Before the first job, and again for other tensors.
 
         layouts: one per offloaded KV group. slots: uint8 (num_rows, slot_bytes), this rank's part of each row.
         Raises what the engine's constructor raises: a KV cache that cannot be copied ends the start, not a request.
+        Again: copies of the former tensors end first, or RuntimeError as in `release`.
         """
         if self._engine is not None:
-            raise RuntimeError("the worker half is attached already")
+            self._detach(self._engine)
         self._engine = self._engine_factory(self._config, layouts, slots)
         num_blocks = {layout.group_idx: layout.num_blocks for layout in layouts}
         self._bounds = PlanBounds(self._config.blocks_per_chunk, len(slots), num_blocks)
+        self._away = None
+
+    def release(self, timeout: float = RELEASE_SECONDS) -> None:
+        """The KV cache is about to lose its memory (sleep): no copy touches it any more, and jobs fail until `restore`.
+
+        Blocks up to `timeout` seconds. RuntimeError when a copy goes on longer: the memory must stay, jobs are taken.
+        """
+        if self._engine is not None and not self._engine_stopped(self._engine, timeout):
+            raise RuntimeError(
+                f"copies of the KV cache did not end within {timeout:.0f} s, so its memory cannot be released now: "
+                "try again when the engine is idle"
+            )
+        self._away = "the KV cache has been released (sleep)"
+
+    def restore(self) -> None:
+        """The KV cache has memory again, where it had it before. Without `release` before it, nothing changes."""
+        if self._engine is not None:
+            self._away = None
 
     def describe_engine(self) -> str:
         """What moves the bytes, for the start-up summary."""
@@ -227,8 +249,8 @@ class OffloadingConnectorWorker:
 
     def _submit_one(self, entry: _Job, event: ComputeEvent | None) -> ComputeEvent:
         """Raises when the job cannot start. The event is recorded once per batch and returned for the next job."""
-        if self._engine is None or self._retired is not None:
-            raise RuntimeError(self._retired or "no KV cache has been registered")
+        if self._engine is None or self._retired is not None or self._away is not None:
+            raise RuntimeError(self._retired or self._away)
         plans = plan_job(entry.job, self._bounds)
         event = event or self._engine.record_compute_event()
         self._engine.submit(entry.job.job_id, entry.direction, plans, event)
@@ -274,12 +296,22 @@ class OffloadingConnectorWorker:
             error = error or CANCELLED
         self._ended.append(_End(entry.job.job_id, entry.job.req_id, entry.direction, error))
 
+    def _detach(self, engine: CopyEngine) -> None:
+        """The engine's last results are taken, and it is gone. Raises as `release` does."""
+        self.release()
+        self._stop(engine, 0.0)
+        self._poll()
+        self._engine = None
+
     def _retire(self, reason: str, timeout: float) -> None:
         """Give the engine no more jobs and tell it to stop."""
         self._retired = self._retired or reason
+        if self._engine is not None:
+            self._stop(self._engine, timeout)
+
+    def _stop(self, engine: CopyEngine, timeout: float) -> None:
         try:
-            if self._engine is not None:
-                self._engine.shutdown(timeout)
+            engine.shutdown(timeout)
         except Exception:
             logger.exception("rank %d: the copy engine did not shut down cleanly", self._rank)
 
@@ -291,8 +323,8 @@ class OffloadingConnectorWorker:
             self._end(entry, self._retired)
         self._in_flight.clear()
 
-    def _engine_stopped(self, engine: CopyEngine) -> bool:
+    def _engine_stopped(self, engine: CopyEngine, timeout: float = 0.0) -> bool:
         try:
-            return engine.wait(0.0)
+            return engine.wait(timeout)
         except Exception:
             return True  # the device is lost, and its copies with it

@@ -273,6 +273,29 @@ class Simulation:
             self.runner.new_weights()
         return ok
 
+    def sleep(self) -> bool:
+        """vLLM's sleep of an engine that is paused: a reset of all, and if that succeeds the KV cache loses its memory.
+
+        Whether it did. Nothing may copy from then on until `wake_up`.
+        """
+        if self.has_work() or not self.reset(reset_running=True):
+            return False
+        if len(self.copies):
+            raise self.story.violation("l6", f"{len(self.copies)} copies wait while the KV cache loses its memory")
+        for worker in self.workers:
+            worker.release()
+        self.runner.poison(range(self.config.num_blocks))
+        self.story.tell("sleep")
+        return True
+
+    def wake_up(self, new_weights: bool = False) -> None:
+        """The KV cache has memory again, with anything in it; the weights may be others."""
+        for worker in self.workers:
+            worker.restore()
+        if new_weights:
+            self.runner.new_weights()
+        self.story.tell("wake up")
+
     def leftover_state(self) -> dict[str, int]:
         """What must be 0 in the end, by name: maps of the scheduler half and the layers below, rows in use."""
         half = getattr(self.connector, "connector_scheduler", None) or self.connector

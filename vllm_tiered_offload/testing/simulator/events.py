@@ -82,12 +82,26 @@ def reset(sim: "Simulation", running: bool, new_weights: bool) -> None:
 @_action
 def reset_when_quiet(sim: "Simulation", new_weights: bool) -> None:
     """What a careful operator does: pause, let everything end, reset, update the weights."""
+    _pause(sim)
+    if not sim.reset(new_weights=new_weights):
+        raise sim.story.violation("l6", "an idle engine could not be reset")
+
+
+@_action
+def sleep_and_wake_up(sim: "Simulation", new_weights: bool) -> None:
+    """The device memory is somebody else's for a while; jobs of the tiers behind go on meanwhile."""
+    _pause(sim)
+    if not sim.sleep():
+        raise sim.story.violation("l6", "an idle engine could not be put to sleep")
+    sim.tiers.run(2)
+    sim.wake_up(new_weights)
+
+
+def _pause(sim: "Simulation") -> None:
     for req_id in sorted(sim.live):
         sim.abort(req_id)
     sim.release_copies()
     sim.run_until_idle(sessions_end=True)
-    if not sim.reset(new_weights=new_weights):
-        raise sim.story.violation("l6", "an idle engine could not be reset")
 
 
 # -- copies and the neighbour ------------------------------------------------------------------------------------------

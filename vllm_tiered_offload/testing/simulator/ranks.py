@@ -63,12 +63,24 @@ class RankWorker:
         self.connector = connector
         self.rank = rank
         self._layers = [name for names in runner.layer_names() for name in names]
-        self._tensors = runner.tensors(rank)
+        self.tensors = runner.tensors(rank)
         self._load_after_forward = True
 
     def register(self) -> None:
         """Hand over the KV cache. Ranks agree on the host region in here, so all of them must do it at once."""
-        self.connector.register_kv_caches(self._tensors)
+        self.connector.register_kv_caches(self.tensors)
+
+    def release(self) -> None:
+        """Before the KV cache loses its memory. Only newer versions of vLLM tell the connector."""
+        tell = getattr(self.connector, "unregister_kv_caches", None)
+        if tell is not None:
+            tell()
+
+    def restore(self) -> None:
+        """The KV cache has memory again."""
+        tell = getattr(self.connector, "restore_kv_caches", None)
+        if tell is not None:
+            tell()
 
     def before_forward(self, metadata: bytes, sync_loads: bool) -> None:
         """Everything up to the forward pass."""
@@ -83,7 +95,7 @@ class RankWorker:
         """What each attention layer calls."""
         for name in self._layers:
             self.connector.wait_for_layer_load(name)
-            self.connector.save_kv_layer(name, self._tensors[name], None)
+            self.connector.save_kv_layer(name, self.tensors[name], None)
 
     def after_forward(self, finished_req_ids: set[str]) -> Any:
         """Everything after the forward pass; the KVConnectorOutput."""

@@ -27,6 +27,7 @@ class Rates:
     reset: float = 0.003
     reset_while_loading: float = 0.04  # the same, when a load is in flight
     reset_when_quiet: float = 0.002  # the workload pauses until the engine is idle, then resets: this one succeeds
+    sleep: float = 0.4  # share of these in which the device memory goes away and comes back
     session: float = 0.06  # share of requests that may get more input under the same id
     jump: float = 0.01  # time passes: a second or two, so that time-outs fire
 
@@ -78,7 +79,8 @@ class Workload:
         if rng.random() < (rates.reset_while_loading if sim.is_loading() else rates.reset):
             self._do("reset", rng.random() < 0.5, rng.random() < 0.7)
         if rng.random() < rates.reset_when_quiet:
-            self._do("reset_when_quiet", rng.random() < 0.7)
+            new_weights = rng.random() < 0.7
+            self._do("sleep_and_wake_up" if rng.random() < rates.sleep else "reset_when_quiet", new_weights)
         if rng.random() < rates.jump:
             self._do("time_passes", round(rng.uniform(0.5, 2.5), 2))
         if sim.has_work():
