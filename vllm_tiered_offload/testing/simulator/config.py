@@ -156,7 +156,9 @@ def rotation() -> Iterator[SimConfig]:
         tiers = (1, 0, 2)[step // 3 % 3]
         # With tiers behind, few enough that chunks leave and come back.
         rows = max(5, (96, 48, 72)[step % 3] // (chunk * block_size)) if tiers else (40, 8, 96)[step % 3]
-        groups = SEVERAL_GROUPS[step // 10 % len(SEVERAL_GROUPS)] if step % 10 == 2 else ONE_GROUP
+        # By itself, and beside either kind of neighbour.
+        several = step % 10 == 2 or step % 20 in (6, 13)
+        groups = SEVERAL_GROUPS[step // 10 % len(SEVERAL_GROUPS)] if several else ONE_GROUP
         yield SimConfig(
             depth=depth,
             block_size=block_size,

@@ -22,13 +22,21 @@ from vllm_tiered_offload.testing.simulator.world import World
 
 
 @dataclass
+class LoadedBlock:
+    """A device block of a KV group, and the position of its first slot."""
+
+    group: int
+    position: int
+    block: int
+
+
+@dataclass
 class NeighbourLoad:
-    """Fill `blocks` with the slots of `tokens` from token `start` on, taking that many steps on each rank."""
+    """Fill `blocks` with the slots of `tokens`, taking that many steps on each rank."""
 
     req_id: str
     tokens: list[int]
-    start: int
-    blocks: list[int]
+    blocks: list[LoadedBlock]
     steps: list[int]  # per rank
     fails: list[bool]  # per rank
     done: int = 0  # steps taken so far, counted by the worker half
@@ -62,9 +70,10 @@ class NeighbourConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         world = self._world
-        blocks = (request.num_tokens - 1) // world.config.block_size
-        if blocks and world.rng.random() < world.share:
-            self._offers[request.request_id] = world.rng.randint(1, blocks) * world.config.block_size
+        unit = world.config.hit_tokens
+        most = (request.num_tokens - 1) // unit
+        if most and world.rng.random() < world.share:
+            self._offers[request.request_id] = world.rng.randint(1, most) * unit
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._local[request.request_id] = num_computed_tokens
@@ -77,8 +86,6 @@ class NeighbourConnector(KVConnectorBase_V1, SupportsHMA):
         world, req_id = self._world, request.request_id
         start = self._local[req_id]
         end = start + num_external_tokens
-        size = world.config.block_size
-        ids = blocks.get_block_ids()[0][start // size : -(-end // size)]
         ranks = range(world.config.ranks)
         failing = not self._sync and world.rng.random() < world.failure
         fails = [failing and world.rng.random() < 0.7 for _ in ranks]
@@ -87,10 +94,20 @@ class NeighbourConnector(KVConnectorBase_V1, SupportsHMA):
             self._offers.pop(req_id, None)  # it is looked up again, and this must end
         steps = [world.rng.randint(*world.delay) for _ in ranks]
         tokens = list(request.all_token_ids[:end])
-        self._next.loads.append(NeighbourLoad(req_id, tokens, start, ids, steps, fails))
+        self._next.loads.append(NeighbourLoad(req_id, tokens, self._to_fill(blocks, start, end), steps, fails))
         world.promised(req_id)
         if not self._sync:
             world.load_began(req_id)
+
+    def _to_fill(self, blocks: Any, start: int, end: int) -> list[LoadedBlock]:
+        """What vLLM allocated for these positions; windows have the placeholder block in front."""
+        found = []
+        for group, table in enumerate(blocks.blocks):
+            size = self._world.config.block_tokens(group)
+            for index in range(start // size, -(-end // size)):
+                if not table[index].is_null:
+                    found.append(LoadedBlock(group, index * size, table[index].block_id))
+        return found
 
     def build_connector_meta(self, scheduler_output: Any) -> NeighbourMetadata:
         metadata, self._next = self._next, NeighbourMetadata()
@@ -131,11 +148,12 @@ class NeighbourConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _fill(self, load: NeighbourLoad, num_blocks: int) -> None:
         """Write the first `num_blocks` blocks of the load."""
-        runner, size = self._world.runner, self._world.config.block_size
-        words = runner.words_for(load.tokens)[self._rank]
-        for i, block in enumerate(load.blocks[:num_blocks]):
-            part = words[:, load.start + i * size : load.start + (i + 1) * size]
-            runner.kv[self._rank, :, block, : part.shape[1]] = part
+        runner = self._world.runner
+        words = [runner.words_for(load.tokens, group.index)[self._rank] for group in runner.groups]
+        for one in load.blocks[:num_blocks]:
+            memory = runner.groups[one.group].block(one.block)[self._rank]
+            part = words[one.group][:, one.position : one.position + memory.shape[1]]
+            memory[:, : part.shape[1]] = part
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Synchronous loads are complete before the forward pass."""
