@@ -6,9 +6,21 @@ from pathlib import Path
 import pytest
 
 from .checks import comes_to_rest, equal_and_loaded, loaded_tokens, served_well
+from .conftest import TWO_RANKS, one_core_per_rank
+from .disk import chunk_files, connector, prompt_chunks, stored_chunks, tier_failures, wait_until
 from .engine import CONNECTOR, Engine
 from .tiny_model import make_tiny_gemma
-from .workload import ANSWER_TOKENS, SMALL_DEVICE_CACHE, Answers, ask_twice, conversations, prompt, push_out
+from .workload import (
+    ANSWER_TOKENS,
+    BLOCK,
+    SMALL_DEVICE_CACHE,
+    Answers,
+    ask_twice,
+    contents,
+    conversations,
+    prompt,
+    push_out,
+)
 
 WINDOW = 200  # no multiple of a block
 CACHE = [*SMALL_DEVICE_CACHE, "--num-gpu-blocks-override", "480"]  # three groups, and what a step stores is pinned
@@ -63,3 +75,33 @@ def test_a_branch_loads_its_part_of_the_window(offload_gemma: Engine) -> None:
     assert [answer.token_ids for answer in back] == [answer.token_ids for answer in first]
     assert back[0].content() == again[0].content()
     comes_to_rest(offload_gemma)
+
+
+@pytest.mark.slow
+def test_answers_are_equal_on_two_ranks(gemma: Path, logs: Path) -> None:
+    """Tensor parallel 2: each rank has its half of every row, of each group."""
+    args, env = [*CACHE, *TWO_RANKS], one_core_per_rank()
+    with Engine(gemma, logs / "plain-gemma-tp2.log", *args, env=env) as engine:
+        wanted = ask_twice(engine.server(), conversations())
+    with Engine(gemma, logs / "offload-gemma-tp2.log", *args, connector=CONNECTOR, env=env) as engine:
+        assert len(engine.members("Worker")) == 2
+        equal_and_loaded(engine.server(), wanted)
+        served_well(engine)
+
+
+@pytest.mark.slow
+def test_a_restart_answers_from_disk(wanted_gemma: Answers, gemma: Path, logs: Path, tmp_path: Path) -> None:
+    """What one engine stored on disk, of every group, the next one loads: all but the block with the last token."""
+    with Engine(gemma, logs / "gemma-disk-first.log", *CACHE, connector=connector(tmp_path)) as engine:
+        assert contents(ask_twice(engine.server(), conversations()).cold) == contents(wanted_gemma.cold)
+        wait_until(lambda: len(chunk_files(tmp_path)) >= 3 * stored_chunks(), "every chunk is on disk")
+        served_well(engine)
+    with Engine(gemma, logs / "gemma-disk-second.log", *CACHE, connector=connector(tmp_path)) as engine:
+        server = engine.server()
+        answers = [server.complete(one, ANSWER_TOKENS) for one in conversations()]
+        metrics = server.settled_metrics()
+        assert contents(answers) == contents(wanted_gemma.device)
+        assert metrics.cached_tokens("disk") == prompt_chunks() * BLOCK
+        assert metrics.cached_tokens("host") == 0
+        assert metrics.failures() == tier_failures(metrics) == 0
+        served_well(engine)
