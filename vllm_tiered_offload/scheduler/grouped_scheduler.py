@@ -5,7 +5,7 @@ Everything that does not ask which blocks a hit needs is the base class's; reque
 that was taken is a part of the prefix.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any
@@ -17,6 +17,7 @@ from vllm_tiered_offload.contract.managers import OffloadingManager
 from vllm_tiered_offload.contract.messages import DeviceJob, GroupTransfer
 from vllm_tiered_offload.scheduler.groups import (
     StoredChunk,
+    chunks_between,
     longest_hit,
     needed_chunks,
     plan_chunk,
@@ -37,7 +38,10 @@ from vllm_tiered_offload.settings import Settings
 
 @dataclass(slots=True, eq=False)
 class GroupedOffer(Offer):
-    """Strides [first_chunk, covered) of one request, as far as they can still be stored: `chunks[i]` has `keys[i]`."""
+    """Strides [first_chunk, covered) of one request, as far as they can still be stored: `chunks[i]` has `keys[i]`.
+
+    Of the strides behind, chunks that can be stored now or never. They will be gone when their stride is offered.
+    """
 
     covered: int
     chunks: list[StoredChunk]
@@ -46,8 +50,7 @@ class GroupedOffer(Offer):
     def chunk_after(self, num_keys: int) -> int:
         if num_keys == len(self.chunks):
             return self.covered
-        chunk = self.chunks[num_keys]
-        return chunk.chunk * chunk.shape.chunk_tokens // self.stride_tokens
+        return min(self.covered, self.chunks[num_keys].stride(self.stride_tokens))
 
     def numbered_keys(self) -> Iterable[tuple[int, OffloadKey]]:
         return ((chunk.chunk, key) for chunk, key in zip(self.chunks, self.keys, strict=True))
@@ -110,6 +113,22 @@ class GroupedReservation(Reservation):
 
     parts: tuple[_Part, ...]
     end: int
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What one request is to store in a step: strides up to `end` are due."""
+
+    state: RequestState
+    end: int
+    leaving: list[StoredChunk] = field(default_factory=list)  # stored now or never
+    chunks: list[StoredChunk] = field(default_factory=list)  # of strides up to `covered`, without those in `leaving`
+    covered: int = 0
+
+    @property
+    def position(self) -> int:
+        """The token that is computed next."""
+        return self.state.written_tokens
 
 
 class GroupedScheduler(OffloadingConnectorScheduler):
@@ -234,28 +253,88 @@ class GroupedScheduler(OffloadingConnectorScheduler):
 
     # ---- store -------------------------------------------------------------------------------------------------
 
+    def _plan_offers(self, due: Sequence[tuple[RequestState, int]]) -> list[Offer]:
+        offers = super()._plan_offers(due)
+        if all(offer.chunk_after(len(offer.keys)) == offer.end for offer in offers):
+            return offers
+        return self._plan_offers_within_pins([_Plan(state, end) for state, end in due if not state.skipped])
+
+    def _plan_offers_within_pins(self, plans: Sequence[_Plan]) -> list[Offer]:
+        """Strides in order, as far as pins go, and first of all what can only be stored now and a request like this one
+        will look for: the window in front of its end. That takes half of the pins at most, because every hit needs full
+        attention from the start."""
+        for plan in plans:
+            with self._contained(plan.state):
+                plan.leaving = self._leaving(plan)
+        room = self._pins.room
+        patient_room = max(room - sum(_num_blocks(plan.leaving) for plan in plans), room // 2)
+        for plan in plans:
+            with self._contained(plan.state):
+                plan.chunks, plan.covered = self._leading_strides(plan.state, plan.end, patient_room, plan.leaving)
+            patient_room -= _num_blocks(plan.chunks)
+            room -= _num_blocks(plan.chunks)
+        offers = []
+        for plan in plans:
+            last = _last_within(plan.leaving, room)
+            room -= _num_blocks(last)
+            chunks = sorted([*plan.chunks, *last], key=self._stride_of)
+            with self._contained(plan.state):
+                offers.append(self._offer(plan.state, plan.end, plan.covered, chunks))
+        return offers
+
     def _cut_offer(self, state: RequestState, end: int, room: int) -> Offer:
         """Strides up to `end`, or as many leading ones as may be pinned."""
-        assert self._resolve_blocks is not None
-        tables = self._resolve_blocks(state.ctx.req_id)
-        keys_of = self._keys_by_group(state)
-        keys: list[OffloadKey] = []
+        chunks, covered = self._leading_strides(state, end, room)
+        return self._offer(state, end, covered, chunks)
+
+    def _leading_strides(
+        self, state: RequestState, end: int, room: int, but: Collection[StoredChunk] = ()
+    ) -> tuple[list[StoredChunk], int]:
+        """Chunks of leading strides up to `end` that fit into `room` blocks, without some; and where these end."""
+        tables = self._tables_of(state)
+        left_out = {(stored.shape.group_idx, stored.chunk) for stored in but}
         chunks: list[StoredChunk] = []
-        blocks: list[BlockView] = []
-        covered = state.next_chunk
-        for stride in range(covered, end):
+        for stride in range(state.next_chunk, end):
             planned = [
                 stored
                 for shape, chunk in stored_chunks(self._shapes, stride, self._stride)
-                if (stored := plan_chunk(shape, chunk, self._stride, tables[shape.group_idx])) is not None
+                if (shape.group_idx, chunk) not in left_out
+                and (stored := plan_chunk(shape, chunk, self._stride, tables[shape.group_idx])) is not None
             ]
-            more = [block for stored in planned for block in stored.blocks]
-            if len(blocks) + len(more) > room:
-                break
-            blocks += more
+            room -= _num_blocks(planned)
+            if room < 0:
+                return chunks, stride
             chunks += planned
-            keys += [keys_of[one.shape.group_idx].anew(one.chunk, one.chunk + 1)[0] for one in planned]
-            covered = stride + 1
+        return chunks, end
+
+    def _leaving(self, plan: _Plan) -> list[StoredChunk]:
+        """What the longest hit of a request with these tokens reads, and vLLM gives up when it computes the next one;
+        stride by stride."""
+        tables, due = self._tables_of(plan.state), range(plan.state.next_chunk, plan.end)
+        longest = (plan.position - 1) // self._stride * self._stride
+        leaving = [
+            stored
+            for shape in self._shapes
+            for chunk in chunks_between(shape, longest, plan.position)
+            if (stored := plan_chunk(shape, chunk, self._stride, tables[shape.group_idx])) is not None
+            and self._stride_of(stored) in due
+            and stored.leaves(plan.position)
+        ]
+        leaving.sort(key=self._stride_of)
+        return leaving
+
+    def _stride_of(self, chunk: StoredChunk) -> int:
+        return chunk.stride(self._stride)
+
+    def _tables_of(self, state: RequestState) -> BlockTables:
+        assert self._resolve_blocks is not None
+        return self._resolve_blocks(state.ctx.req_id)
+
+    def _offer(self, state: RequestState, end: int, covered: int, chunks: list[StoredChunk]) -> Offer:
+        """`chunks` stride by stride."""
+        keys_of = self._keys_by_group(state)
+        keys = [keys_of[one.shape.group_idx].anew(one.chunk, one.chunk + 1)[0] for one in chunks]
+        blocks = [block for one in chunks for block in one.blocks]
         return GroupedOffer(state, state.next_chunk, end, keys, blocks, covered, chunks, self._stride)
 
     def _plan_copies(
@@ -266,6 +345,19 @@ class GroupedScheduler(OffloadingConnectorScheduler):
             assert isinstance(offer, GroupedOffer)
             chunks += offer.chunks_of(keys)
         return [block for chunk in chunks for block in chunk.blocks], plan_stores(chunks, rows)
+
+
+def _num_blocks(chunks: Sequence[StoredChunk]) -> int:
+    return sum(len(chunk.blocks) for chunk in chunks)
+
+
+def _last_within(chunks: Sequence[StoredChunk], room: int) -> list[StoredChunk]:
+    """As many of the last chunks as fit into `room` blocks: a window is of use up to where it was whole."""
+    first = len(chunks)
+    while first and len(chunks[first - 1].blocks) <= room:
+        first -= 1
+        room -= len(chunks[first].blocks)
+    return list(chunks[first:])
 
 
 def _loaded_from(reservation: GroupedReservation, media: Sequence[str]) -> dict[str, int]:

@@ -106,6 +106,21 @@ class StoredChunk:
     first_sub_block: int
     blocks: Sequence[BlockView]
 
+    def stride(self, stride_tokens: int) -> int:
+        """The number of the stride that it belongs to."""
+        return self.chunk * self.shape.chunk_tokens // stride_tokens
+
+    def leaves(self, position: int) -> bool:
+        """Whether its first block is out of reach for the token at `position`: vLLM gives it up to compute that one."""
+        first = self.chunk * self.shape.blocks_per_chunk + self.first_sub_block
+        return (first + 1) * self.shape.block_tokens <= self.shape.first_needed(position)
+
+
+def chunks_between(shape: GroupShape, earlier: int, later: int) -> range:
+    """The chunks into which the reach of the token at `earlier` goes, and that of the token at `later` not wholly."""
+    size = shape.chunk_tokens
+    return range(shape.first_needed(earlier) // size, -(-shape.first_needed(later) // size))
+
 
 def plan_chunk(shape: GroupShape, chunk: int, stride_tokens: int, table: Sequence[BlockView]) -> StoredChunk | None:
     """How to store a chunk, or None when vLLM has given up (or never had) a block that a hit would read."""

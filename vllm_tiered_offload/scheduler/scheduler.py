@@ -366,8 +366,8 @@ class OffloadingConnectorScheduler:
     def _may_store(self, state: RequestState) -> bool:
         return not (state.stale or state.skipped) and state.declines < self._max_offers
 
-    def _plan_offer(self, state: RequestState, written_tokens: int, room: int) -> Offer | None:
-        """The chunks that are full once `written_tokens` slots are written, as far as `room` device blocks go."""
+    def _due(self, state: RequestState, written_tokens: int) -> int:
+        """The end of the chunks that are full once `written_tokens` slots are written; 0 where none of them is news."""
         chunk_tokens = self._chunk_tokens
         hashed = len(state.request.block_hashes) * self._hash_tokens
         end = storable_chunks(written_tokens, hashed, chunk_tokens, state.store_limit)
@@ -375,13 +375,20 @@ class OffloadingConnectorScheduler:
         # Until the next chunk is full there is nothing to look at, unless hashes of this one are still to come.
         if hashed >= full:
             state.quiet_until = full + chunk_tokens
-        if end <= state.offered_chunks or not self._may_store(state):
-            return None
-        offer = self._cut_offer(state, end, room)
-        if offer.keys:
-            return offer
-        self._note_accepted(offer, 0)
-        return None
+        return end if end > state.offered_chunks and self._may_store(state) else 0
+
+    def _plan_offers(self, due: Sequence[tuple[RequestState, int]]) -> list[Offer]:
+        """The chunks of each request up to where they are due, as far as device blocks may be pinned; maybe none."""
+        offers, room = [], self._pins.room
+        for state, end in due:
+            try:
+                offer = self._cut_offer(state, end, room)
+            except Exception as error:
+                self._skip(state, error)
+                continue
+            room -= len(offer.blocks)
+            offers.append(offer)
+        return offers
 
     def _cut_offer(self, state: RequestState, end: int, room: int) -> Offer:
         """Chunks up to `end`, or as many leading ones as may be pinned and hold nothing but real blocks."""
@@ -408,11 +415,15 @@ class OffloadingConnectorScheduler:
         state.offered_chunks = offer.end
         if state.next_chunk == offer.end:
             state.declines = 0
+        elif num_accepted < len(offer.keys):
+            state.declines += 1
+            self._declined("tier_full")
         else:
-            self._declined(state, "device_pins" if num_accepted == len(offer.keys) else "tier_full")
+            # Pins held the rest back, no tier declined it. It is due in the next step: a window moves on meanwhile.
+            state.offered_chunks, state.quiet_until = state.next_chunk, 0
+            self._declined("device_pins")
 
-    def _declined(self, state: RequestState, reason: str) -> None:
-        state.declines += 1
+    def _declined(self, reason: str) -> None:
         self._stats.count("declined_stores_total", reason=reason)
 
     def _store(self, offers: Sequence[Offer]) -> None:
@@ -466,7 +477,7 @@ class OffloadingConnectorScheduler:
             self._pins.pin(offer.blocks)
             state.final = offer
         else:
-            self._declined(state, "device_pins")
+            self._declined("device_pins")
 
     def _drop_final(self, state: RequestState) -> None:
         final, state.final = state.final, None
@@ -527,7 +538,8 @@ class OffloadingConnectorScheduler:
     def _store_all(self, over: Sequence[RequestState], num_scheduled_tokens: Mapping[str, int]) -> None:
         """Store what this step completes: last chunks of requests that are over, and full ones of the others."""
         offers = [state.final for state in over if state.final is not None]
-        requests, room, takes_stores = self._requests, self._pins.room, self._takes_stores
+        due: list[tuple[RequestState, int]] = []
+        requests, takes_stores = self._requests, self._takes_stores
         for req_id, num_tokens in num_scheduled_tokens.items():
             state = requests.get(req_id)
             if state is None:
@@ -535,14 +547,14 @@ class OffloadingConnectorScheduler:
             written = state.written_tokens = state.request.num_computed_tokens + num_tokens
             if written < state.quiet_until or not takes_stores:
                 continue
-            try:
-                offer = self._plan_offer(state, written, room)
-            except Exception as error:
-                self._skip(state, error)
-                continue
-            if offer is not None:
+            end = self._due(state, written)
+            if end:
+                due.append((state, end))
+        for offer in self._plan_offers(due) if due else ():
+            if offer.keys:
                 offers.append(offer)
-                room -= len(offer.blocks)
+            else:
+                self._note_accepted(offer, 0)
         if offers:
             self._store_contained(offers)
 

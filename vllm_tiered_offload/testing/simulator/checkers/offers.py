@@ -5,13 +5,13 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_offload.contract.jobs import PreparedStore, ReqContext
-from vllm_tiered_offload.contract.keys import OffloadKey, make_offload_key
+from vllm_tiered_offload.contract.keys import OffloadKey, make_offload_key, split_offload_key
 from vllm_tiered_offload.contract.managers import StoreOffer
 from vllm_tiered_offload.settings import Settings
 from vllm_tiered_offload.testing.simulator.checkers.base import Checker, spy
 
 if TYPE_CHECKING:
-    from vllm_tiered_offload.testing.simulator.engine import Simulation
+    from vllm_tiered_offload.testing.simulator.engine import Simulation, Step
 
 
 class ChunksOfRequests:
@@ -105,9 +105,9 @@ class V3PartialStores(Checker):
     """A declined range leaves no hole, and is offered again only after progress, a bounded number of times.
 
     Since its last (re)start a request's offers follow on one another: each begins where what was taken so far ends, or
-    before, but for what has left its window meanwhile. One that begins where an earlier one was declined reaches
-    farther, unless it is the request's last. After `max_store_offers` declined offers there are no more. With several
-    KV groups a place is a stride, the least common multiple of their chunks.
+    before, but for what has left its window meanwhile, or leaves it before the next step. One that begins where an
+    earlier one was declined reaches farther, unless it is the request's last. After `max_store_offers` declined offers
+    there are no more. With several KV groups a place is a stride, the least common multiple of their chunks.
 
     Does not check ranges that the pin limit held back before they were offered, nor that the longest prefix that fits
     is taken (the CPU tier's own tests do).
@@ -123,6 +123,8 @@ class V3PartialStores(Checker):
         self._local: dict[str, int] = {}  # device hits at the last question
         self._next: dict[str, int] = {}  # admitted request -> chunks before it need no offer
         self._declined: dict[str, list[int]] = {}  # ends of its declined offers since the last (re)start
+        # Offers of this step: whose, where they had to begin, and each chunk's place and KV group.
+        self._offers: list[tuple[str, int, list[tuple[int, int]]]] = []
         if hasattr(sim.manager, "lookup"):
             self._limit = Settings.parse(sim.config.connector_settings()).max_store_offers
             spy(sim.manager, "on_new_request", self._began)
@@ -154,30 +156,39 @@ class V3PartialStores(Checker):
             places = self._places(keys, ctx)
             if places:
                 pinned += len(keys) * self.sim.config.blocks_per_chunk
-                self._check(places[0], places[-1] + 1, ctx.req_id, pinned)
+                self._check(places[-1] + 1, ctx.req_id, pinned)
+                groups = [split_offload_key(key)[1] for key in keys]
+                begins_at = self._next.get(ctx.req_id, places[0])
+                self._offers.append((ctx.req_id, begins_at, list(zip(places, groups, strict=True))))
 
-    def _check(self, first: int, end: int, req_id: str, pinned: int) -> None:
+    def scheduled(self, step: "Step") -> None:  # noqa: ARG002
+        """By now vLLM says which token comes next, so what leaves its window before that is known."""
+        offers, self._offers = self._offers, []
+        for req_id, begins_at, chunks in offers:
+            patient = [place for place, group in chunks if not self._is_over(req_id, place, group)]
+            if patient:
+                groups = range(len(self.sim.config.groups))
+                for place in range(begins_at, patient[0]):
+                    if not all(self._is_over(req_id, place, group) for group in groups):
+                        raise self.broken(f"chunk {place} is left out, {patient[0]} is offered", req_id)
+
+    def _check(self, end: int, req_id: str, pinned: int) -> None:
         """`pinned`: device blocks that stores hold, if all offers up to this one are taken."""
-        left_out = range(self._next.get(req_id, first), first)
-        if not all(self._given_up(req_id, place) for place in left_out):
-            raise self.broken(f"chunks {left_out.start} to {first - 1} are left out", req_id)
         declined = self._declined.get(req_id, [])
         if len(declined) >= self._limit:
             raise self.broken(f"an offer after {len(declined)} that were declined", req_id)
         chunks = sum(self._stride // tokens for tokens in self._chunks.chunk_tokens)
         held_back = pinned + chunks * self.sim.config.blocks_per_chunk > self.sim.config.max_pinned_blocks
         if declined and end <= declined[-1] and not held_back:
-            raise self.broken(f"chunks {first} to {declined[-1] - 1} offered again without progress", req_id)
+            raise self.broken(f"chunks up to {declined[-1] - 1} offered again without progress", req_id)
 
-    def _given_up(self, req_id: str, place: int) -> bool:
-        """Whether vLLM holds no KV group's blocks of this place any more: they left their window."""
-        null, size = self.sim.pool.null_block.block_id, self._stride
-        tables = self.sim.scheduler.kv_cache_manager.get_block_ids(req_id)
-        blocks = [self.sim.config.block_tokens(group) for group in range(len(tables))]
-        return all(
-            null in table[place * size // tokens : (place + 1) * size // tokens]
-            for table, tokens in zip(tables, blocks, strict=True)
-        )
+    def _is_over(self, req_id: str, place: int, group: int) -> bool:
+        """Whether vLLM holds a group's blocks of this place no more, or gives one up to compute the next token."""
+        request, null = self.sim.live[req_id], self.sim.pool.null_block.block_id
+        tokens, begin = self.sim.config.block_tokens(group), place * self._stride
+        table = self.sim.scheduler.kv_cache_manager.get_block_ids(req_id)[group]
+        blocks = table[begin // tokens : (begin + self._stride) // tokens]
+        return null in blocks or begin + tokens <= self.sim.runner.groups[group].first_read(request.num_computed_tokens)
 
     def _offered(self, prepared: PreparedStore, offers: Sequence[StoreOffer]) -> None:
         for (keys, ctx), accepted in zip(offers, prepared.accepted, strict=True):
