@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -26,6 +25,7 @@ from vllm_tiered_offload.connector.plugin import register
 from vllm_tiered_offload.connector.scheduler_half import SchedulerHalf
 from vllm_tiered_offload.connector.startup import check_engine, share_vllm_log
 from vllm_tiered_offload.connector.stats import TieredOffloadPromMetrics, TieredOffloadStats
+from vllm_tiered_offload.connector.views import CacheHitSource
 from vllm_tiered_offload.connector.worker_half import WorkerHalf
 from vllm_tiered_offload.scheduler.scheduler import OffloadingConnectorScheduler
 

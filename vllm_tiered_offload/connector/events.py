@@ -12,17 +12,14 @@ from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    to_event_extra_keys,
-)
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
 )
 
+from vllm_tiered_offload.connector.views import to_event_extra_keys
 from vllm_tiered_offload.hierarchy.manager import TieringOffloadingManager
 from vllm_tiered_offload.scheduler.views import GroupShape
 from vllm_tiered_offload.telemetry.events import Announcement, ChunkPayload, EventLedger

@@ -7,7 +7,6 @@ from typing import Any
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -17,6 +16,7 @@ from vllm_tiered_offload.connector.overrides import current_overrides
 from vllm_tiered_offload.connector.startup import parse_settings, warn_once_at_start
 from vllm_tiered_offload.connector.stats import TieredOffloadStats
 from vllm_tiered_offload.connector.views import (
+    CacheHitSource,
     block_tables_of,
     group_shapes,
     step_view,

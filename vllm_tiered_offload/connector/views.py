@@ -1,7 +1,10 @@
 """vLLM's objects as the scheduler and worker rooms want to see them. Version differences end here."""
 
+from collections.abc import Iterable
+from enum import Enum
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -18,6 +21,28 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_tiered_offload.scheduler.views import BlockTables, GroupShape, ResolveBlockTables, StepView
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource as CacheHitSource
+except ImportError:  # before 0.32 vLLM has no names for sources of hits, and never asks for them
+
+    class CacheHitSource(Enum):  # type: ignore[no-redef]
+        """The names that this package uses."""
+
+        HOST = "host"
+        DISK = "disk"
+        P2P = "p2p"
+        EXTERNAL_UNSPECIFIED = "external_unspecified"
+
+
+try:
+    from vllm.v1.core.kv_cache_utils import to_event_extra_keys as to_event_extra_keys
+except ImportError:  # in 0.30 the extra keys of block hashes have no tags that events leave out
+
+    def to_event_extra_keys(extra_keys: Iterable[Any]) -> list[Any]:
+        """Extra keys of blocks as events publish them."""
+        return list(extra_keys)
+
 
 # Kinds of attention whose blocks stay where they are in a request's table; derived kinds that behave otherwise.
 _OFFLOADED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -90,7 +115,7 @@ def _specs_of(group: KVCacheGroupSpec) -> list[Any]:
 
 def group_shapes(vllm_config: Any, kv_cache_config: KVCacheConfig, blocks_per_chunk: int) -> tuple[GroupShape, ...]:
     """Token granularity and reach of the offloaded KV groups."""
-    hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or vllm_config.cache_config.block_size
+    hash_tokens = _hash_tokens(vllm_config, kv_cache_config)
     return tuple(
         GroupShape(
             block_tokens=group.kv_cache_spec.block_size,
@@ -101,6 +126,12 @@ def group_shapes(vllm_config: Any, kv_cache_config: KVCacheConfig, blocks_per_ch
         )
         for index, group in offloaded_groups(kv_cache_config).items()
     )
+
+
+def _hash_tokens(vllm_config: Any, kv_cache_config: KVCacheConfig) -> int:
+    """Tokens of one block hash. Before 0.32 the configuration does not say it; each part of vLLM works it out."""
+    told: int | None = getattr(kv_cache_config, "hash_block_size", None)
+    return told or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
 
 
 def _reach(spec: Any) -> dict[str, int]:
