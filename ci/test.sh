@@ -3,6 +3,7 @@
 # end-to-end tests on a real `vllm serve`. The tests meet the built wheel, as a user would, and not this source tree.
 #
 #     bash ci/test.sh [--all] [--fast]     --all also runs the slow tests; --fast leaves the end-to-end tests out
+#     bash ci/test.sh --matrix             every version of vLLM that we run on, a short look at each: ci/matrix.sh
 #     VENV=/path/to/venv bash ci/test.sh   uses an environment that has everything, and installs nothing into it:
 #                                          the tests then meet whatever vllm_tiered_offload it has
 set -euo pipefail
@@ -17,18 +18,12 @@ for option in "$@"; do
     case $option in
         --all) SLOW="" ;;
         --fast) END_TO_END=no ;;
-        *) die "unknown option $option; known: --all, --fast" ;;
+        --matrix) exec bash ci/matrix.sh ;;
+        *) die "unknown option $option; known: --all, --fast, --matrix" ;;
     esac
 done
 
 use_test_venv
-
-# Tests run from an empty directory: neither pytest nor a `python -m` that a test starts then finds the package in the
-# current directory. pytest itself puts only directories below tests/ on the path, since tests/ is no package.
-run_tests() {
-    mkdir -p build/test-run
-    (cd build/test-run && "$VENV/bin/pytest" -q -c "$REPOSITORY/pyproject.toml" --rootdir "$REPOSITORY" "$@")
-}
 
 say "ruff"
 "$VENV/bin/ruff" format --check "${PYTHON_SOURCES[@]}"

@@ -150,7 +150,11 @@ class Metrics:
     # The counters that every measurement here needs, by what they mean.
 
     def cached_tokens(self, source: str) -> float:
-        return self.total("vllm:prompt_tokens_cached_by_source_total", source=source)
+        """Of prompts. Before 0.32 vLLM knows two sources: its device, and whatever a connector loads from."""
+        if self.has("vllm:prompt_tokens_cached_by_source_total"):
+            return self.total("vllm:prompt_tokens_cached_by_source_total", source=source)
+        older = "local_cache_hit" if source == "device" else "external_kv_transfer"
+        return self.total("vllm:prompt_tokens_by_source_total", source=older)
 
     def moved_bytes(self, direction: str) -> float:
         return self.total("vllm:tiered_offload_bytes_total", direction=direction)

@@ -1,11 +1,13 @@
 """The tripwire: what we use of vLLM is, in the installed version, what is recorded of it."""
 
 import importlib.util
+import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from vllm_symbols import HERE, PACKAGE, Source, check, differences, misfits, our_use, recorded, symbols
 
 RECORDS = sorted(HERE.glob("vllm-*.txt"))
@@ -167,3 +169,13 @@ def test_our_rooms_are_found() -> None:
     assert ("vllm.v1.core.sched.scheduler", "Scheduler") in use.imports
     assert {"block_hashes", "num_computed_tokens"} <= use.words
     assert "TieredOffloadConnector" in [ours.name for ours, _ in use.classes]
+
+
+def test_records_are_of_the_versions_that_the_extras_allow() -> None:
+    """Neither a version that is promised and was never looked at, nor one that was dropped and is still recorded."""
+    extras = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (cuda,) = map(Requirement, extras["cuda"])
+    minors = [f"0.{minor}" for minor in range(20, 60)]
+    assert [record.stem for record in RECORDS] == [
+        f"vllm-{minor}" for minor in minors if f"{minor}.0" in cuda.specifier
+    ]
