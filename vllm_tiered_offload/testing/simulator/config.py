@@ -18,6 +18,8 @@ TIER_TIMES = {
     "promotion_hold": 3.0,
     "drain_timeout": 0.2,
 }
+# When vLLM calls wait_for_save, by the version that does: 0.30; 0.31 and 0.32; 0.33, where a draft model follows.
+SAVES = ("in steps with tokens", "in each step", "after the results")
 OURS = ("TieredOffloadConnector", "vllm_tiered_offload.connector.connector")
 
 
@@ -61,6 +63,7 @@ class SimConfig:
     offload_prompt_only: bool = False
     kv_role: str = "kv_both"
     load_failure_policy: str = "recompute"  # vLLM's kv_load_failure_policy
+    saves: str = "in each step"  # one of SAVES
     neighbour: str | None = None  # None, "async" or "sync": a second connector inside MultiConnector
     neighbour_first: bool = True
     connector: tuple[str, str] | None = OURS
@@ -127,7 +130,8 @@ class SimConfig:
             f"depth={self.depth} block={self.block_size} blocks={self.num_blocks} ranks={self.ranks} "
             f"groups={self._describe_groups()} "
             f"chunk={self.blocks_per_chunk} rows={self.cpu_chunks} tiers={self.tiers}{'+' * self.request_level} "
-            f"policy={self.policy} prompt_only={self.offload_prompt_only} neighbour={neighbour} {self.lifecycle}"
+            f"policy={self.policy} prompt_only={self.offload_prompt_only} neighbour={neighbour} {self.lifecycle} "
+            f"saves {self.saves}"
         )
 
     def _describe_groups(self) -> str:
@@ -173,6 +177,7 @@ def rotation() -> Iterator[SimConfig]:
             log_stats=step % 3 == 0,
             policy=("lru", "arc")[step // 2 % 2],
             offload_prompt_only=step % 5 == 4,
+            saves=SAVES[step % 7 % 3],
             neighbour=(None, "async", None, "sync", "async")[step % 5],
             neighbour_first=step % 2 == 0,
             extra=(ALL_PINS, {}, {"min_load_tokens": 12, "copy_threads": 3}, {"copy_threads": 2})[step // 3 % 4],

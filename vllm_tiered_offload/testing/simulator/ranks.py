@@ -65,6 +65,8 @@ class RankWorker:
         self._layers = [name for names in runner.layer_names() for name in names]
         self.tensors = runner.tensors(rank)
         self._load_after_forward = True
+        self._saves = runner.config.saves
+        self._has_tokens = False
 
     def register(self) -> None:
         """Hand over the KV cache. Ranks agree on the host region in here, so all of them must do it at once."""
@@ -88,11 +90,13 @@ class RankWorker:
         self.connector.handle_preemptions(message)
         self.connector.bind_connector_metadata(message)
         self._load_after_forward = not sync_loads
+        self._has_tokens = False
         if sync_loads:
             self.connector.start_load_kv(None)
 
     def during_forward(self) -> None:
-        """What each attention layer calls."""
+        """What each attention layer calls, in a step with tokens."""
+        self._has_tokens = True
         for name in self._layers:
             self.connector.wait_for_layer_load(name)
             self.connector.save_kv_layer(name, self.tensors[name], None)
@@ -105,7 +109,8 @@ class RankWorker:
         output = KVConnectorOutput()
         if self._load_after_forward:
             connector.start_load_kv(None)
-        connector.wait_for_save()
+        if self._saves == "in each step" or (self._saves == "in steps with tokens" and self._has_tokens):
+            connector.wait_for_save()
         results = connector.get_transfer_results(finished_req_ids)
         output.finished_sending = results.finished_sending
         output.finished_recving = results.finished_recving
@@ -114,5 +119,7 @@ class RankWorker:
         output.kv_connector_stats = connector.get_kv_connector_stats()
         output.kv_cache_events = connector.get_kv_connector_kv_cache_events()
         output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        if self._saves == "after the results":
+            connector.wait_for_save()
         connector.clear_connector_metadata()
         return pickle.loads(pickle.dumps(output))
