@@ -1,6 +1,6 @@
 """A scheduler half with hand-made requests, device blocks and a manager that records every call."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -237,9 +237,10 @@ class Half:
         self.allocate(request, num_tokens)
         return self.step({request: num_tokens})
 
-    def ack(self, *messages: StepMessage, error: str | None = None, ranks: int = 1) -> None:
+    def ack(self, *messages: StepMessage, error: str | None = None, ranks: Iterable[int] = (0,)) -> None:
+        mask = sum(1 << rank for rank in ranks)
         jobs = [job for message in messages for job in (*message.loads, *message.stores)]
-        self.inner.update_connector_output(WorkerReport(acks={job.job_id: JobAck(ranks, error) for job in jobs}))
+        self.inner.update_connector_output(WorkerReport(acks={job.job_id: JobAck(mask, error) for job in jobs}))
 
     def release_blocks(self, request: Request) -> None:
         self.pool.free_blocks(self.tables[request.request_id])

@@ -184,10 +184,10 @@ class ToyConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         for job_id, ack in meta.report.acks.items() if meta is not None else ():
-            self.acks[job_id] += ack.ranks
+            self.acks[job_id] |= ack.ranks
             if ack.error is not None:
                 self.failed.add(job_id)
-            if self.acks[job_id] < self.ranks or job_id not in self.jobs:
+            if self.acks[job_id].bit_count() < self.ranks or job_id not in self.jobs:
                 continue
             del self.acks[job_id]
             kind, keys, pinned = self.jobs.pop(job_id)
@@ -274,18 +274,18 @@ class ToyConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         for job in self._get_connector_metadata().message.stores:
             if self.bug == "early_ack":
-                self.report.acks[job.job_id] = JobAck()
+                self.report.acks[job.job_id] = JobAck(1 << self.rank)
             try:
                 self.executor.submit(lambda job=job: self._store(job))
             except RuntimeError as error:
-                self.report.acks[job.job_id] = JobAck(error=str(error))
+                self.report.acks[job.job_id] = JobAck(1 << self.rank, str(error))
 
     def _store(self, job: DeviceJob) -> None:
         for transfer in job.transfers:
             for row, block in zip(transfer.rows, transfer.device_block_ids, strict=False):
                 self.rows_of_rank[self.rank, row] = [layer[block].clone() for layer in self.layers]
         if self.bug != "early_ack":
-            self.report.acks[job.job_id] = JobAck()
+            self.report.acks[job.job_id] = JobAck(1 << self.rank)
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
@@ -296,7 +296,7 @@ class ToyConnector(KVConnectorBase_V1, SupportsHMA):
         self.again.clear()
         for job_id, req_id, good in self.done:
             good = good and job_id not in self.cancelled
-            self.report.acks[job_id] = JobAck(error=None if good else "failed")
+            self.report.acks[job_id] = JobAck(1 << self.rank, None if good else "failed")
             results.finished_recving.add(req_id)
             if not good and self.bug != "hidden_failure":
                 results.failed_recving.add(req_id)

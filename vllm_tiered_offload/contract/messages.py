@@ -61,9 +61,12 @@ class RegionAnnouncement:
 
 @dataclass(slots=True)
 class JobAck:
-    """How many ranks have ended a job, and the first failure text if any rank failed."""
+    """Which ranks have ended a job, and the first failure text if any rank failed.
 
-    ranks: int = 1
+    Ranks are named and not counted, since a report may come twice: vLLM 0.33 replays a failed worker's last output.
+    """
+
+    ranks: int = 1  # a bit for each: 1 << rank
     error: str | None = None
 
 
@@ -88,7 +91,7 @@ class WorkerReport:
             if mine is None:
                 self.acks[job_id] = JobAck(ack.ranks, ack.error)
             else:
-                mine.ranks += ack.ranks
+                mine.ranks |= ack.ranks
                 mine.error = mine.error or ack.error
         self.region = self.region or other.region
         self.broken = self.broken or other.broken

@@ -27,7 +27,7 @@ class JobRecord:
     store: PreparedStore | None = None
     load: PreparedLoad | None = None
     pinned: Sequence[BlockView] = ()  # device blocks that the store reads
-    acks: int = 0  # ranks that have ended the job
+    acks: int = 0  # ranks that have ended the job, a bit for each
     error: str | None = None  # first failure
     cancelled: bool = False  # a reset made its bytes unwanted
     distrusted: set[OffloadKey] = field(default_factory=set)  # keys of the store whose bytes must not count (D1)
@@ -82,9 +82,9 @@ class JobTable:
             record = self._jobs.get(job_id)
             if record is None:
                 continue
-            record.acks += acks[job_id].ranks
+            record.acks |= acks[job_id].ranks
             record.error = record.error or acks[job_id].error
-            if record.acks >= self.num_ranks:
+            if record.acks.bit_count() >= self.num_ranks:
                 ended.append(self.remove(job_id))
         return ended
 

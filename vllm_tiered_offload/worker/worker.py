@@ -166,7 +166,7 @@ class OffloadingConnectorWorker:
                 finished.add(end.req_id)
                 if end.error is not None:
                     failed.add(end.req_id)
-            self._acks[end.job_id] = JobAck(error=end.error)
+            self._acks[end.job_id] = JobAck(1 << self._rank, end.error)
         self._ended = held
         return finished, failed
 

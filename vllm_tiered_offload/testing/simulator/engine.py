@@ -487,7 +487,7 @@ class Simulation:
 
     def _tell_reported(self, step: Step) -> None:
         for job_id, ack in (step.report.acks if step.report else {}).items():
-            self.story.tell("ack", (), f"job {job_id} x{ack.ranks}", ack.error or "ok")
+            self.story.tell("ack", (), f"job {job_id} x{ack.ranks.bit_count()}", ack.error or "ok")
             if ack.error:
                 self.story.tell("fault")
         for output in step.rank_outputs:

@@ -116,15 +116,15 @@ class AckCounter:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._open: dict[int, tuple[int, str | None]] = {}  # job id -> (ranks that ended it, first error)
+        self._open: dict[int, tuple[int, str | None]] = {}  # job id -> (a bit for each rank that ended it, first error)
 
     def count(self, step: "Step") -> list[tuple[int, str | None]]:
         """(job, first error) of each job that the report of `step` ends."""
         ended = []
         for job_id, ack in (step.report.acks if step.report is not None else {}).items():
             ranks, error = self._open.pop(job_id, (0, None))
-            ranks, error = ranks + ack.ranks, error or ack.error
-            if ranks >= self._ranks:
+            ranks, error = ranks | ack.ranks, error or ack.error
+            if ranks.bit_count() >= self._ranks:
                 ended.append((job_id, error))
             else:
                 self._open[job_id] = (ranks, error)
