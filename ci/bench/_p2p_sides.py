@@ -202,7 +202,10 @@ class TierPuller:
 
 
 class RawNixlPuller:
-    """READs of all rows: the faster of one for all of them and of small ones, some at a time."""
+    """READs of all rows: the faster of one for all of them and of small ones, some at a time.
+
+    Its owner helps without a pause, and is stopped as long as others are measured, who would have a core less.
+    """
 
     def __init__(self, region: Rows) -> None:
         self.region = region
@@ -210,10 +213,15 @@ class RawNixlPuller:
         self.agent = Agent("raw puller", HOST)
         self.agent.register(region.rows)
         self.name = self.agent.nixl.add_remote_agent(bytes.fromhex(self.owner.where["agent"]))
+        self.owner.process.send_signal(signal.SIGSTOP)
 
     def pull(self) -> float:
         small = max(1, READ_BYTES // self.region.geometry.row_bytes)
-        return min(self._pull(len(self.region.rows), 1), self._pull(small, READS_IN_FLIGHT))
+        self.owner.process.send_signal(signal.SIGCONT)
+        try:
+            return min(self._pull(len(self.region.rows), 1), self._pull(small, READS_IN_FLIGHT))
+        finally:
+            self.owner.process.send_signal(signal.SIGSTOP)
 
     def _pull(self, rows_a_read: int, at_once: int) -> float:
         began = time.perf_counter()
