@@ -16,6 +16,7 @@ from vllm_tiered_offload.tiers.p2p.instructions import (
     Disconnect,
     Instruction,
     JobEnded,
+    Proved,
     Read,
     Say,
     Source,
@@ -288,7 +289,7 @@ def test_rows_that_were_read_count_when_confirmed_and_checked(world: World) -> N
     assert [wanted.row for wanted in read.rows] == [100, 101, 102]
     assert world.pulling.landed(A, [(1, 1, 0), (1, 1, 2)]) == [Say(A, Confirm(1, 1, EPOCH, (0, 2)))]
     checks = world.hear(A, Proofs(1, 1, (0, 2), (HEADER, HEADER)))
-    assert [check.wanted.row for check in checks if isinstance(check, Check)] == [100, 102]
+    assert [[row.wanted.row for row in check.rows] for check in checks if isinstance(check, Check)] == [[100, 102]]
     assert world.pulling.checked(A, (1, 1, 0), 4096, good=True) == []
     assert world.pulling.checked(A, (1, 1, 2), 4096, good=False) == []
     assert world.pulling.landed(A, [(1, 1, 1)]) == [Say(A, Confirm(1, 1, EPOCH, (1,)))]
@@ -335,7 +336,7 @@ def test_a_payload_lands_only_in_a_row_that_is_owed(world: World) -> None:
     assert world.pulling.landing(A, (1, 1, 0)) is None
     assert world.pulling.landing(A, (1, 1, 7)) is None
     [check] = world.pulling.heard(A, Data(1, 1, 0), [HEADER])
-    assert check == Check(A, wanted, HEADER)
+    assert check == Check(A, (Proved(wanted, HEADER),))
     assert world.pulling.heard(A, Data(1, 1, 1), [HEADER]) == [], "it did not land"
     world.pulling.lost(A)
     assert world.pulling.landing(A, (1, 1, 1)) is None

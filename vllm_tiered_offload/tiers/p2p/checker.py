@@ -1,7 +1,7 @@
 """Verifies rows where they are, on a thread of its own: checksums let go of the interpreter lock."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -21,21 +21,24 @@ class Checked(NamedTuple):
 
 
 class RowChecker:
-    """`ring` is called on the other thread when there is something for `results`."""
+    """`ring` is called on the other thread when there is something for `results`, once for all rows of a Check."""
 
-    def __init__(self, fingerprint: bytes, ring: Callable[[], None]) -> None:
+    def __init__(self, fingerprint: bytes, rows: Sequence[memoryview], ring: Callable[[], None]) -> None:
         self._fingerprint = fingerprint
+        self._rows = rows
         self._ring = ring
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="p2p-tier-checker")
         self._results: deque[Checked] = deque()
 
-    def submit(self, check: Check, row: memoryview) -> None:
-        """Ends in one Checked."""
-        self._thread.submit(self._check, check, row)
+    def submit(self, check: Check) -> None:
+        """Ends in one Checked for each row."""
+        self._thread.submit(self._check, check)
 
-    def _check(self, check: Check, row: memoryview) -> None:
-        error = find_fault(check.wanted.key, check.header, row, self._fingerprint)
-        self._results.append(Checked(check.address, check.wanted.part_id, len(check.header) + len(row), error))
+    def _check(self, check: Check) -> None:
+        for wanted, header in check.rows:
+            row = self._rows[wanted.row]
+            error = find_fault(wanted.key, header, row, self._fingerprint)
+            self._results.append(Checked(check.address, wanted.part_id, len(header) + len(row), error))
         self._ring()
 
     def results(self) -> Iterator[Checked]:
@@ -46,6 +49,7 @@ class RowChecker:
     def close(self) -> None:
         """When this returns no row is read any more."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._rows = ()
 
 
 def find_fault(key: OffloadKey, header: Buffer, payload: Buffer, fingerprint: bytes) -> str | None:

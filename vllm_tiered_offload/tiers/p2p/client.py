@@ -104,7 +104,7 @@ class PeerClient(IoThread):
         self._transport: Transport | None = None
         self._reader: NixlReader | None = None
         self._engine_id = own.engine_id
-        self._checker = RowChecker(own.fingerprint, self.wake)
+        self._checker = RowChecker(own.fingerprint, rows, self.wake)
         self._failures = 0
 
     def submit(self, command: Command) -> None:
@@ -217,7 +217,7 @@ class PeerClient(IoThread):
                     if self._reader is not None:
                         self._reader.detach(address)
                 case Check() as check:
-                    self._checker.submit(check, self._rows[check.wanted.row])
+                    self._checker.submit(check)
                 case Attach(address, memory):
                     if self._reader is not None:
                         self._reader.attach(address, memory)

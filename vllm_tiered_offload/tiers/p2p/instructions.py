@@ -81,12 +81,18 @@ class Read(NamedTuple):
     rows: tuple[Wanted, ...]
 
 
-class Check(NamedTuple):
-    """Verify what is in our row against its frame header, and tell `Pulling.checked`."""
+class Proved(NamedTuple):
+    """A row that has come, and the frame header that it has to match."""
 
-    address: Address
     wanted: Wanted
     header: Buffer
+
+
+class Check(NamedTuple):
+    """Verify what is in our rows, and tell `Pulling.checked` of each."""
+
+    address: Address
+    rows: tuple[Proved, ...]
 
 
 class Answered(NamedTuple):

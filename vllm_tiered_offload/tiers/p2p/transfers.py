@@ -26,6 +26,7 @@ from vllm_tiered_offload.tiers.p2p.instructions import (
     Instruction,
     JobEnded,
     PartId,
+    Proved,
     Read,
     RoundId,
     Say,
@@ -147,7 +148,7 @@ class Transfers:
         elif row.dropped:
             self._end_row(peer, row)
         else:
-            self._check(peer, row, header)
+            self._out(Check(peer.address, (self._begin_check(row, header),)))
 
     def on_landed(self, peer: Peer, part_ids: Sequence[PartId]) -> None:
         """These parts were read."""
@@ -166,17 +167,21 @@ class Transfers:
         """The peer's promise of these parts held."""
         if len(proofs.parts) != len(proofs.headers):
             raise MessageError("proofs of other parts than it says")
+        proved: list[Proved] = []
         for part, header in zip(proofs.parts, proofs.headers, strict=True):
             row = peer.owed.get((proofs.request, proofs.round, part))
             if row is None:
                 continue
             if row.state is not RowState.OWED or row.wanted.source.row is None:
                 raise MessageError("a proof of what was not read")
-            self._check(peer, row, header)
+            proved.append(self._begin_check(row, header))
+        if proved:
+            self._out(Check(peer.address, tuple(proved)))
 
-    def _check(self, peer: Peer, row: Row, header: Buffer) -> None:
+    @staticmethod
+    def _begin_check(row: Row, header: Buffer) -> Proved:
         row.state = RowState.CHECKING
-        self._out(Check(peer.address, row.wanted, header))
+        return Proved(row.wanted, header)
 
     def on_checked(self, peer: Peer, part_id: PartId, num_bytes: int, *, good: bool) -> None:
         """The row of this part was verified, and so was its header: `num_bytes` together."""
@@ -268,6 +273,8 @@ class Transfers:
         """Those that owe rows of a job whose time is over, one after the other: one may end others' rows."""
         now = self._clock()
         late = {job.job_id for job in self._jobs.values() if job.deadline <= now}
+        if not late:
+            return iter(())
         return (peer for peer in self._peers.values() if any(row.job.job_id in late for row in peer.rows))
 
     def deadlines(self) -> Iterator[float]:
