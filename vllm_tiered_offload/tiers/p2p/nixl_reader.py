@@ -22,7 +22,8 @@ from vllm_tiered_offload.tiers.p2p.nixl_agent import MEMORY, PAUSE_SECONDS, Agen
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 4 << 20  # of one READ, or one row: small enough that checksums keep up with it
-READS_IN_FLIGHT = 3  # of one peer
+READS_IN_FLIGHT = 3  # of one lane
+LANES = 2  # of one peer, where READs are copies
 EAGER_SECONDS = 0.02  # without anything landing; after that it is polled less often
 LAZY_SECONDS = 0.001
 
@@ -58,47 +59,89 @@ class Unreadable:
 
 
 class _Peer:
-    """One peer's memory. Its thread uses the agent; `read` and `stop` are called from another one."""
+    """One peer's memory. `read` and `stop` are called from one thread; the lanes are threads of their own."""
 
     def __init__(self, address: Address, memory: Memory, reader: "NixlReader") -> None:
         self.address = address
-        self._memory = memory
-        self._reader = reader
+        self.memory = memory
+        self.reader = reader
+        self.stopping = False
+        self.has_read = False  # something came of it
         self._wanted: deque[Wanted] = deque()  # not begun
+        self._has_work = threading.Condition()  # also guards `_wanted` and `_lanes`
+        self._lanes = [_Lane(self)]
+
+    @property
+    def is_made(self) -> threading.Event:
+        """The first lane is there, or will not be."""
+        return self._lanes[0].is_made
+
+    def read(self, rows: Sequence[Wanted]) -> None:
+        with self._has_work:
+            self._wanted.extend(rows)
+            self._has_work.notify_all()
+
+    def stop(self) -> None:
+        """Nothing gets into a row any more when this returns; while an agent is being made nothing does anyway."""
+        with self._has_work:
+            self.stopping = True
+            self._has_work.notify_all()
+        for lane in self._lanes:
+            lane.join()
+
+    # ---- for its lanes -----------------------------------------------------------------------------------------
+
+    def take(self, row_bytes: int, *, wait: bool) -> list[Wanted]:
+        """The rows of the next READ. With `wait` there are none only when it stops."""
+        with self._has_work:
+            while wait and not self._wanted and not self.stopping:
+                self._has_work.wait()
+            if self.stopping:
+                return []
+            at_once = max(1, READ_BYTES // row_bytes)
+            return [self._wanted.popleft() for _ in range(min(at_once, len(self._wanted)))]
+
+    def add_lane(self) -> None:
+        """A READ was a system call that copies, so another thread can make another one meanwhile."""
+        with self._has_work:
+            if len(self._lanes) < LANES and not self.stopping:
+                self._lanes.append(_Lane(self))
+
+    def tell(self, event: "ReaderEvent") -> None:
+        if not self.stopping:
+            self.reader.tell(self, event)
+
+
+class _Lane:
+    """An agent for one peer's memory, and the thread that uses it."""
+
+    def __init__(self, peer: _Peer) -> None:
+        self._peer = peer
         self._reads: list[tuple[Any, Sequence[PartId]]] = []  # in flight, by handle
-        self._stopping = False
-        self._has_work = threading.Event()
         self.is_made = threading.Event()  # the agent is there, or will not be
-        self._has_read = False  # something came of it
         self._thread = threading.Thread(target=self._run, name="p2p-tier-reader", daemon=True)
         self._thread.start()
 
-    def read(self, rows: Sequence[Wanted]) -> None:
-        self._wanted.extend(rows)
-        self._has_work.set()
-
-    def stop(self) -> None:
-        """Nothing gets into a row any more when this returns; while the agent is being made nothing does anyway."""
-        self._stopping = True
-        self._has_work.set()
+    def join(self) -> None:
+        """Unless its agent is being made: then it ends by itself, before it reads anything."""
         if self.is_made.is_set():
             self._thread.join()
 
-    # ---- on its thread -----------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         agent: Agent | None = None
+        peer = self._peer
         try:
-            agent = Agent(self._reader.new_name(), self._reader.listen)
+            agent = Agent(peer.reader.new_name(), peer.reader.listen)
             peer_name = self._attach(agent)
-            self._tell(Attached(self.address))
+            peer.tell(Attached(peer.address))
             self.is_made.set()
             self._serve(agent, peer_name)
         except Exception as error:
-            if not self._has_read:
-                self._tell(Unreadable(self.address, f"{type(error).__name__} {error}"))
+            logger.debug("p2p tier: a reader of %s has ended: %s", peer.address, error)
+            if not peer.has_read:
+                peer.tell(Unreadable(peer.address, f"{type(error).__name__} {error}"))
             if self.is_made.is_set():
-                self._tell(ReadFailed(self.address))
+                peer.tell(ReadFailed(peer.address))
         finally:
             for handle, _ in self._reads:
                 _give_back(handle)
@@ -108,29 +151,24 @@ class _Peer:
             self.is_made.set()
 
     def _attach(self, agent: Agent) -> Any:
-        memory = self._memory
+        memory, reader = self._peer.memory, self._peer.reader
         if memory.digest != digest(memory.agent, memory.base, memory.num_rows, memory.row_bytes):
             raise NixlError("what it says of its memory is damaged")
-        agent.register(self._reader.rows)
+        agent.register(reader.rows)
         if memory.row_bytes != agent.row_bytes:
             raise NixlError("its rows have another size")
         return agent.nixl.add_remote_agent(memory.agent)
 
     def _serve(self, agent: Agent, peer_name: Any) -> None:
-        """Until `stop`. Raises whatever NIXL does for a READ that failed."""
+        """Until `stop`: what is over is told before anything else begins, which may wait. Raises whatever NIXL does for a READ that failed."""
         moved_at = 0.0
-        while not self._stopping:
-            if not self._wanted and not self._reads:
-                self._has_work.clear()
-                if not self._wanted:
-                    self._has_work.wait()
-                moved_at = monotonic()
-                continue
-            part_ids = [*self._finished(agent), *self._begin(agent, peer_name)]
+        while not self._peer.stopping:
+            was_idle = not self._reads
+            part_ids = self._finished(agent) or self._begin(agent, peer_name)
             if part_ids:
-                self._has_read = True
+                self._peer.tell(Landed(self._peer.address, part_ids))
+            if part_ids or was_idle:
                 moved_at = monotonic()
-                self._tell(Landed(self.address, part_ids))
             elif self._reads:
                 time.sleep(PAUSE_SECONDS if monotonic() - moved_at < EAGER_SECONDS else LAZY_SECONDS)
 
@@ -143,34 +181,37 @@ class _Peer:
                 self._reads.remove(read)
                 _give_back(handle)
                 finished += part_ids
+                self._peer.has_read = True
         return finished
 
     def _begin(self, agent: Agent, peer_name: Any) -> list[PartId]:
-        """Parts of the READ that was over at once: it took its time, and is told first."""
-        while self._wanted and len(self._reads) < READS_IN_FLIGHT:
-            at_once = max(1, READ_BYTES // agent.row_bytes)
-            rows = [self._wanted.popleft() for _ in range(min(at_once, len(self._wanted)))]
+        """Parts of the READ that was over at once: it took its time, and is told first.
+
+        Waits for something to read while nothing is in flight.
+        """
+        while len(self._reads) < READS_IN_FLIGHT:
+            rows = self._peer.take(agent.row_bytes, wait=not self._reads)
+            if not rows:
+                break
             handle, part_ids = self._new_read(agent, peer_name, rows), [wanted.part_id for wanted in rows]
             self._reads.append((handle, part_ids))
             if _is_over(agent.nixl.transfer(handle)):
                 self._reads.pop()
                 _give_back(handle)
+                self._peer.has_read = True
+                self._peer.add_lane()
                 return part_ids
         return []
 
     def _new_read(self, agent: Agent, peer_name: Any, rows: Sequence[Wanted]) -> Any:
-        size = agent.row_bytes
+        size, memory = agent.row_bytes, self._peer.memory
         theirs = [wanted.source.row for wanted in rows]
-        if any(row is None or row >= self._memory.num_rows for row in theirs):
+        if any(row is None or row >= memory.num_rows for row in theirs):
             raise NixlError("a row that the peer does not have")
         here = [(agent.base + wanted.row * size, size, 0) for wanted in rows]
-        there = [(self._memory.base + (row or 0) * size, size, 0) for row in theirs]
+        there = [(memory.base + (row or 0) * size, size, 0) for row in theirs]
         descriptors = (agent.nixl.get_xfer_descs(side, MEMORY) for side in (here, there))
         return agent.nixl.initialize_xfer("READ", *descriptors, peer_name)
-
-    def _tell(self, event: "ReaderEvent") -> None:
-        if not self._stopping:
-            self._reader.tell(self, event)
 
 
 class NixlReader:
