@@ -17,6 +17,7 @@ from vllm_tiered_offload.tiers.p2p.messages import (
     MAX_PARTS,
     Answer,
     Confirm,
+    Confirmed,
     Data,
     Fetch,
     Found,
@@ -57,6 +58,7 @@ questions: st.SearchStrategy[Question] = st.one_of(
         st.builds(message, numbers, numbers, epochs, st.lists(parts, min_size=1, max_size=8).map(tuple))
         for message in (Fetch, Reading, Confirm)
     ),
+    st.builds(Reading, numbers, numbers, epochs, st.lists(parts, min_size=1, max_size=8).map(tuple), st.booleans()),
     st.builds(Release, numbers, numbers),
     st.builds(Ping, numbers),
 )
@@ -68,6 +70,7 @@ answers: st.SearchStrategy[Answer] = st.one_of(
         st.lists(numbers, max_size=8).map(tuple),
     ),
     st.builds(Proofs, numbers, numbers, st.just((0, 1)), st.just((bytes(HEADER_BYTES),) * 2)),
+    st.builds(Confirmed, numbers, numbers, st.lists(parts, min_size=1, max_size=8).map(tuple)),
     st.builds(Data, numbers, numbers, parts),
     st.builds(Refuse, numbers, numbers, st.sampled_from(Reason)),
     st.builds(Pong, numbers),
@@ -80,7 +83,7 @@ values = st.recursive(
     max_leaves=20,
 )
 TAGS = [
-    *("hello", "welcome", "lookup", "found", "fetch", "data", "reading", "confirm", "proofs"),
+    *("hello", "welcome", "lookup", "found", "fetch", "data", "reading", "confirm", "proofs", "confirmed"),
     *("release", "refuse", "ping", "pong"),
 ]
 

@@ -12,7 +12,9 @@ from p2p_kit import Engine, attach_at_once, keys_of, needs_nixl, wait_until
 from test_p2p_processes import BYTES, CHUNKS, KEYS, ROW_BYTES, OwnerProcess, check_bytes, check_nothing_lands
 
 from vllm_tiered_offload import LookupResult, ReqContext
+from vllm_tiered_offload.tiers.block_frame import encode_header
 from vllm_tiered_offload.tiers.p2p import nixl_agent, nixl_reader
+from vllm_tiered_offload.tiers.p2p.leases import PromisedRow
 from vllm_tiered_offload.tiers.p2p.nixl_agent import Agent, ucx_settings, why_not_nixl
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
 
@@ -133,17 +135,21 @@ def test_one_end_without_nixl_is_enough_for_sockets(pullers: list[Engine], owner
 def test_a_row_that_changed_under_the_read_is_not_let_in(
     pullers: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D6: what was read is not what the owner has when it is asked to confirm. Made to fail by taking headers for
-    granted."""
+    """D6: what was read is not what the owner has proved. Made to fail by taking headers for granted."""
     owner, puller = two_engines(pullers)
-    prove = owner.tier._server._prove
+    server = owner.tier._server
+    prove = server._prove
 
-    def changing(row: object) -> bytes:
-        if row.key == SOME[3]:  # type: ignore[attr-defined]
-            owner.memory.rows[row.row][0] ^= 1  # type: ignore[attr-defined]
-        return prove(row)  # type: ignore[arg-type]
+    def another(row: PromisedRow) -> bytes:
+        """The proof of what the row was, or will be."""
+        if row.key != SOME[3]:
+            return prove(row)
+        payload = bytearray(owner.memory.rows[row.row])
+        payload[0] ^= 1
+        assert server._serving is not None
+        return encode_header(row.key, payload, server._serving.owner.own.fingerprint)
 
-    monkeypatch.setattr(owner.tier._server, "_prove", changing)
+    monkeypatch.setattr(server, "_prove", another)
     assert puller.load(SOME) == tuple(key for key in SOME if key != SOME[3])
     assert puller.look([SOME[3]]) == [MISS]
 

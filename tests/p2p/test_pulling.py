@@ -25,6 +25,7 @@ from vllm_tiered_offload.tiers.p2p.instructions import (
 from vllm_tiered_offload.tiers.p2p.messages import (
     Answer,
     Confirm,
+    Confirmed,
     Data,
     Fetch,
     Found,
@@ -282,24 +283,56 @@ def ready_to_read(world: World, count: int = 3) -> dict[OffloadKey, Source]:
 
 
 def test_rows_that_were_read_count_when_confirmed_and_checked(world: World) -> None:
-    """Two questions to the owner a batch: it hears of the read when it begins, and confirms when it is over."""
+    """Two questions to the owner a batch: it hears of the read when it begins, and confirms when it is over. Its proofs
+    come when they come. Made to fail by counting rows that are right and not confirmed."""
     reading, read = world.pull(ready_to_read(world))
     assert reading == Say(A, Reading(1, 1, EPOCH, (0, 1, 2)))
     assert isinstance(read, Read)
     assert [wanted.row for wanted in read.rows] == [100, 101, 102]
-    assert world.pulling.landed(A, [(1, 1, 0), (1, 1, 2)]) == [Say(A, Confirm(1, 1, EPOCH, (0, 2)))]
-    checks = world.hear(A, Proofs(1, 1, (0, 2), (HEADER, HEADER)))
-    assert [[row.wanted.row for row in check.rows] for check in checks if isinstance(check, Check)] == [[100, 102]]
+    assert world.hear(A, Proofs(1, 1, (0,), (HEADER,))) == []
+    confirm, check = world.pulling.landed(A, [(1, 1, 0), (1, 1, 2)])
+    assert confirm == Say(A, Confirm(1, 1, EPOCH, (0, 2)))
+    assert checked_rows(check) == [100]
+    [check] = world.hear(A, Proofs(1, 1, (1, 2), (HEADER, HEADER)))
+    assert checked_rows(check) == [102]
     assert world.pulling.checked(A, (1, 1, 0), 4096, good=True) == []
+    assert world.pulling.bytes_from[A] == 0
+    assert world.hear(A, Confirmed(1, 1, (0, 2))) == []
+    assert world.pulling.bytes_from[A] == 4096
     assert world.pulling.checked(A, (1, 1, 2), 4096, good=False) == []
-    assert world.pulling.landed(A, [(1, 1, 1)]) == [Say(A, Confirm(1, 1, EPOCH, (1,)))]
+    confirm, check = world.pulling.landed(A, [(1, 1, 1)])
+    assert checked_rows(check) == [101]
+    assert world.pulling.checked(A, (1, 1, 1), 4096, good=True) == [], "it is not confirmed"
     assert world.hear(A, Refuse(1, 1, Reason.GONE)) == [JobEnded(1, (keys(1)[0],), (keys(3)[2],))]
 
 
-def test_a_proof_of_what_was_not_read_drops_the_peer(world: World) -> None:
+def checked_rows(check: Instruction) -> list[int]:
+    assert isinstance(check, Check)
+    return [row.wanted.row for row in check.rows]
+
+
+def test_a_proof_of_what_is_not_read_drops_the_peer(world: World) -> None:
     """It would let in whatever was in the row before."""
-    world.pull(ready_to_read(world))
+    world.ready(A)
+    world.pull(world.found(1))
     assert world.hear(A, Proofs(1, 1, (0,), (HEADER,))) == [Disconnect(A), JobEnded(1, (), ())]
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_second_proof_drops_the_peer(world: World, landed: bool) -> None:
+    """It would be checked, and ended, twice."""
+    world.pull(ready_to_read(world, 1))
+    if landed:
+        world.pulling.landed(A, [(1, 1, 0)])
+    world.hear(A, Proofs(1, 1, (0,), (HEADER,)))
+    assert world.hear(A, Proofs(1, 1, (0,), (HEADER,))) == [Disconnect(A), JobEnded(1, (), ())]
+
+
+def test_a_confirmation_before_the_read_is_over_drops_the_peer(world: World) -> None:
+    """It would say nothing of the rest of the read. Made to fail by taking it as it comes."""
+    world.pull(ready_to_read(world, 1))
+    world.hear(A, Proofs(1, 1, (0,), (HEADER,)))
+    assert world.hear(A, Confirmed(1, 1, (0,))) == [Disconnect(A), JobEnded(1, (), ())]
 
 
 @pytest.mark.parametrize("how", ["refuse", "forget", "hello"])
@@ -316,6 +349,19 @@ def test_a_row_that_is_being_read_ends_when_it_has_landed(world: World, how: str
     steps = world.pulling.landed(A, [(1, 1, 2)])
     assert [step for step in steps if isinstance(step, JobEnded)] == [JobEnded(1, (), ())]
     assert world.pulling.checked(A, (1, 1, 2), 4096, good=True) == []
+
+
+def test_a_peer_whose_memory_is_read_alone_is_told_so(world: World) -> None:
+    """It does not poll for it.."""
+    found = list(ready_to_read(world, 3).items())
+    reading, _ = world.pull(dict(found[:1]), 1)
+    assert reading == Say(A, Reading(1, 1, EPOCH, (0,)))
+    world.pulling.landed(A, [(1, 1, 0)], alone=True)
+    reading, _ = world.pull(dict(found[1:2]), 2)
+    assert reading == Say(A, Reading(1, 1, EPOCH, (1,), True))
+    world.pulling.landed(A, [(1, 1, 1)], alone=False)
+    reading, _ = world.pull(dict(found[2:]), 3)
+    assert reading == Say(A, Reading(1, 1, EPOCH, (2,)))
 
 
 def test_a_row_whose_reader_is_stuck_ends_with_its_peer(world: World) -> None:
@@ -426,7 +472,12 @@ class AnyOrder(RuleBasedStateMachine):
     def land(self, address: Address, back: int, request: int, part: int) -> None:
         part_id = request, max(0, self.round - back), part
         self.perform(self.world.pulling.landed(address, [part_id]))
-        self.perform(self.world.pulling.heard(address, Proofs(*part_id[:2], (part,), (HEADER,))))
+        self.perform(self.world.pulling.heard(address, Confirmed(*part_id[:2], (part,))))
+
+    @rule(address=addresses, back=st.integers(0, 3), request=small, part=st.integers(0, 3))
+    def prove(self, address: Address, back: int, request: int, part: int) -> None:
+        proofs = Proofs(request, max(0, self.round - back), (part,), (HEADER,))
+        self.perform(self.world.pulling.heard(address, proofs))
 
     @rule(address=addresses, back=st.integers(0, 3), request=small, part=st.integers(0, 3), good=st.booleans())
     def finish_landing(self, address: Address, back: int, request: int, part: int, good: bool) -> None:

@@ -26,8 +26,8 @@ from vllm_tiered_offload.tiers.p2p.messages import (
 from vllm_tiered_offload.tiers.p2p.serving import (
     IDLE_SECONDS,
     MAX_SESSIONS,
+    ConfirmParts,
     Owner,
-    ProveRows,
     Reply,
     SendRows,
     greeting,
@@ -50,8 +50,9 @@ class World:
     def say(self, question: Question, peer: bytes = b"peer", user: str = "") -> Reply | None:
         return self.owner.receive(peer, user, encode(question))
 
-    def done(self, reply: SendRows | ProveRows, peer: bytes = b"peer") -> None:
-        self.owner.promises.done(peer, reply.request, reply.round, [row.part for row in reply.rows])
+    def done(self, reply: SendRows | ConfirmParts, peer: bytes = b"peer") -> None:
+        parts = reply.parts if isinstance(reply, ConfirmParts) else [row.part for row in reply.rows]
+        self.owner.promises.done(peer, reply.request, reply.round, parts)
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ def test_any_conversation_gets_answers(said: list[tuple[bytes, Question | bytes]
     world.say(world.hello, peer=b"a")
     for peer, what in said:
         reply = world.owner.receive(peer, "", what if isinstance(what, bytes) else encode(what))
-        if isinstance(reply, SendRows | ProveRows):
+        if isinstance(reply, SendRows | ConfirmParts):
             world.done(reply, peer)
         world.owner.promises.check()
     world.owner.reset()

@@ -31,7 +31,7 @@ from vllm_tiered_offload.tiers.p2p.io_thread import IoThread
 from vllm_tiered_offload.tiers.p2p.keys import read_key_file
 from vllm_tiered_offload.tiers.p2p.messages import Buffer, Hello, encode
 from vllm_tiered_offload.tiers.p2p.nixl_agent import why_not_nixl
-from vllm_tiered_offload.tiers.p2p.nixl_reader import Attached, Landed, NixlReader, ReadFailed
+from vllm_tiered_offload.tiers.p2p.nixl_reader import Attached, Landed, NixlReader, ReadFailed, read_window
 from vllm_tiered_offload.tiers.p2p.pulling import Pulling, PullTimes
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
 from vllm_tiered_offload.tiers.p2p.tcp_transport import TcpTransport
@@ -100,7 +100,8 @@ class PeerClient(IoThread):
         self._entry_of: Mapping[Address, Address] = {}
         self._public_keys: dict[Address, str] = {}  # where there are keys; the transport looks in it
         times = PullTimes(settings.lookup_timeout, settings.pull_timeout, settings.silence_timeout)
-        self._pulling = Pulling((), own, self._accept, times, is_myself=is_myself, clock=clock)
+        window = read_window(len(rows[0]) if rows else 0)
+        self._pulling = Pulling((), own, self._accept, times, is_myself=is_myself, read_window=window, clock=clock)
         self._transport: Transport | None = None
         self._reader: NixlReader | None = None
         self._engine_id = own.engine_id
@@ -176,8 +177,8 @@ class PeerClient(IoThread):
 
     def _take_in_read(self, event: Attached | Landed | ReadFailed) -> list[Instruction]:
         match event:
-            case Landed(address, part_ids):
-                return self._pulling.landed(address, part_ids)
+            case Landed(address, part_ids, alone):
+                return self._pulling.landed(address, part_ids, alone=alone)
             case ReadFailed(address):
                 return self._pulling.lost(address)
         self._pulling.can_read(event.address)

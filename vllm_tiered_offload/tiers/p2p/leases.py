@@ -5,8 +5,9 @@
 - A promise belongs to one (peer, request, round). Rounds of one request are independent: each has its own rows, its own
   deadline and its own end, and the primary tier counts how many leases are on a row.
 - A part is handed out once, to be sent by us (`fetch`) or read by the peer (`begin_reading`), and its row stays until
-  it was sent or confirmed. What is fetched late (gone), again (replayed), from an earlier epoch (stale) or beyond what
-  was promised (range) is refused whole, and nothing about the promise changes.
+  it was sent or confirmed. What is read is proved meanwhile (`next_to_prove`), at the latest when it is confirmed. What
+  is fetched late (gone), again (replayed), from an earlier epoch (stale) or beyond what was promised (range) is refused
+  whole, and nothing about the promise changes.
 - Nothing is pinned beyond its deadline: whoever owns this calls `expire` at `next_deadline`, and every
   call of a peer does so first. All promises are made for the same time: they end in the order in which they were made.
 - What is promised is bounded: rows for all peers together, rows and promises for each, so that none takes all.
@@ -19,6 +20,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from vllm_tiered_offload.contract.keys import OffloadKey
@@ -49,6 +51,15 @@ class PromisedRow(NamedTuple):
     row: int
 
 
+class ToProve(NamedTuple):
+    """Rows that a peer reads, and what to prove them for."""
+
+    peer: PeerId
+    request: int
+    round: int
+    rows: list[PromisedRow]
+
+
 class _PromiseId(NamedTuple):
     peer: PeerId
     request: int
@@ -63,6 +74,7 @@ class _Promise:
     handed_out: set[int] = field(default_factory=set)  # of `parts`
     reading: set[int] = field(default_factory=set)  # of `handed_out`: the peer reads them, and has not said that it did
     done: set[int] = field(default_factory=set)  # of `handed_out`: sent or confirmed; not all of `parts`
+    unproved: dict[int, None] = field(default_factory=dict)  # of `reading`, in the order of the peer's messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +115,10 @@ class Promises:
         self._rows_of: Counter[PeerId] = Counter()
         # Parts that peers are reading, of all open promises.
         self.num_reading = 0
+        # Open promises with parts that are read and need our help.
+        self._helped: set[_PromiseId] = set()
+        # Open promises with parts to prove, in the order in which that became so.
+        self._unproved: dict[_PromiseId, None] = {}
         self.num_expired = 0  # promises that reached their deadline, since the start
 
     def __len__(self) -> int:
@@ -164,22 +180,65 @@ class Promises:
         rows = self._hand_out(peer, reading)
         if isinstance(rows, Refuse):
             return rows
-        self._open[_PromiseId(peer, reading.request, reading.round)].reading.update(reading.parts)
+        identity = _PromiseId(peer, reading.request, reading.round)
+        promise = self._open[identity]
+        promise.reading.update(reading.parts)
+        promise.unproved.update(dict.fromkeys(reading.parts))
+        if not reading.alone:
+            self._helped.add(identity)
+        self._unproved[identity] = None
         self.num_reading += len(reading.parts)
         return None
 
-    def confirm(self, peer: PeerId, confirm: Confirm) -> list[PromisedRow] | Refuse:
-        """The rows of parts that the peer has read, if its promise holds. Call `done` for each as after a fetch."""
+    @property
+    def needs_help(self) -> bool:
+        """Whether a peer reads what it cannot read alone."""
+        return bool(self._helped)
+
+    def next_to_prove(self, at_once: int, ahead: int) -> ToProve | None:
+        """Some rows that a peer reads, at most `at_once`; promises take turns.
+
+        None of a promise of which `ahead` rows are proved and not confirmed: the peer is not there yet.
+        """
         self.expire()
-        promise = self._open.get(_PromiseId(peer, confirm.request, confirm.round))
+        for identity in self._unproved:
+            promise = self._open[identity]
+            room = ahead - (len(promise.reading) - len(promise.unproved))
+            if room > 0:
+                break
+        else:
+            return None
+        rows = self._take_unproved(identity, list(islice(promise.unproved, min(at_once, room))))
+        if identity in self._unproved:
+            del self._unproved[identity]
+            self._unproved[identity] = None
+        return ToProve(*identity, rows)
+
+    def _take_unproved(self, identity: _PromiseId, parts: Collection[int]) -> list[PromisedRow]:
+        """Those of the parts that were not proved yet; they count as proved from now on."""
+        promise = self._open[identity]
+        rows = [promise.parts[part] for part in parts if part in promise.unproved]
+        for row in rows:
+            del promise.unproved[row.part]
+        if not promise.unproved:
+            self._unproved.pop(identity, None)
+        return rows
+
+    def confirm(self, peer: PeerId, confirm: Confirm) -> list[PromisedRow] | Refuse:
+        """The peer has read these parts and its promise holds. What is still to be proved of them, before `done`."""
+        self.expire()
+        identity = _PromiseId(peer, confirm.request, confirm.round)
+        promise = self._open.get(identity)
         reason = self._objection(promise, confirm)
         if promise is not None and reason is None and not promise.reading >= set(confirm.parts):
             reason = Reason.RANGE
         if promise is None or reason is not None:
             return Refuse(confirm.request, confirm.round, reason or Reason.GONE)
         promise.reading.difference_update(confirm.parts)
+        if not promise.reading:
+            self._helped.discard(identity)
         self.num_reading -= len(confirm.parts)
-        return [promise.parts[part] for part in confirm.parts]
+        return self._take_unproved(identity, confirm.parts)
 
     def _hand_out(self, peer: PeerId, wanted: Fetch | Reading) -> list[PromisedRow] | Refuse:
         self.expire()
@@ -248,6 +307,8 @@ class Promises:
         promise = self._open.pop(identity, None)
         if promise is None:
             return
+        self._unproved.pop(identity, None)
+        self._helped.discard(identity)
         self.num_rows -= len(promise.parts)
         self.num_reading -= len(promise.reading)
         self._rows_of[identity.peer] -= len(promise.parts)
@@ -271,3 +332,6 @@ class Promises:
             assert promise.handed_out <= promise.parts.keys()
             assert promise.handed_out >= promise.done | promise.reading
             assert promise.done.isdisjoint(promise.reading)
+            assert promise.unproved.keys() <= promise.reading
+        assert self._helped <= {identity for identity, promise in self._open.items() if promise.reading}
+        assert self._unproved.keys() == {identity for identity, promise in self._open.items() if promise.unproved}

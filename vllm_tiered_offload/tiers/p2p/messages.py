@@ -4,8 +4,9 @@
     Hello (version, fingerprint, geometry) -> Welcome (epoch), or Refuse and nothing else
     Lookup (request, round, keys)          -> Found (which of the keys are promised, where, and for how long)
     Fetch (request, round, epoch, parts)   -> one Data a part, each with a frame header and a row behind it
-    Reading (request, round, epoch, parts)    no answer: the puller reads these rows out of the owner's memory
-    Confirm (request, round, epoch, parts) -> Proofs (the frame headers), if the promise held until now
+    Reading (request, round, epoch, parts) -> Proofs (the frame headers), bit by bit, while the puller reads these rows
+                                              out of the owner's memory
+    Confirm (request, round, epoch, parts) -> Confirmed, if the promise held until now; never before their Proofs
     Release (request, round)                  no answer
     Ping (number)                          -> Pong (the same number), from the thread that serves
                                               Refuse (request, round, reason) instead of any answer
@@ -27,7 +28,7 @@ from msgspec import Meta
 
 from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_KEYS = 8192
 MAX_KEY_BYTES = 128
@@ -140,16 +141,17 @@ class Data(_Message, tag="data", frozen=True):
 
 
 class Reading(_Message, tag="reading", frozen=True):
-    """These parts are being read out of the owner's memory, which has to help as long as that goes on."""
+    """These parts are being read out of the owner's memory: prove them, and help, unless they are read `alone`."""
 
     request: _Number
     round: _Number
     epoch: _Epoch
     parts: _Parts
+    alone: bool = False
 
 
 class Confirm(_Message, tag="confirm", frozen=True):
-    """These parts have been read. Were they promised all the time, and what are their checksums?"""
+    """These parts have been read. Were they promised all the time?"""
 
     request: _Number
     round: _Number
@@ -158,12 +160,20 @@ class Confirm(_Message, tag="confirm", frozen=True):
 
 
 class Proofs(_Message, tag="proofs", frozen=True):
-    """They were. The frame header of each part, made of the row as it is now."""
+    """The frame header of each of these parts, made of the row while it was promised."""
 
     request: _Number
     round: _Number
     parts: _Parts
     headers: Annotated[tuple[_Header, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+
+
+class Confirmed(_Message, tag="confirmed", frozen=True):
+    """These parts were promised all the time."""
+
+    request: _Number
+    round: _Number
+    parts: _Parts
 
 
 class Release(_Message, tag="release", frozen=True):
@@ -196,7 +206,7 @@ class Pong(_Message, tag="pong", frozen=True):
 Question: TypeAlias = Hello | Lookup | Fetch | Reading | Confirm | Release | Ping
 """What a puller says."""
 
-Answer: TypeAlias = Welcome | Found | Data | Proofs | Refuse | Pong
+Answer: TypeAlias = Welcome | Found | Data | Proofs | Confirmed | Refuse | Pong
 """What an owner says."""
 
 _encoder = msgspec.msgpack.Encoder()

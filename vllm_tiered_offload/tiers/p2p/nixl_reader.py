@@ -1,8 +1,8 @@
 """Reads rows out of peers' memory: one READ for a few rows at a time, straight into ours.
 
-An agent for each peer, and a thread for each agent: making one takes long, and a READ within this machine is a system
-call that copies. Until the agent is there, rows come over sockets. The thread polls while a READ is in flight, and
-sleeps otherwise.
+A lane is an agent and its thread: making one takes long, and a READ within this machine is a system call that copies.
+A peer has one lane, and a second one as soon as its READs turn out to be such copies. Until the first one is there,
+rows come over sockets. A thread polls while a READ is in flight, and sleeps otherwise.
 """
 
 import logging
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from vllm_tiered_offload.contract.seams import monotonic
 from vllm_tiered_offload.tiers.p2p.instructions import Address, PartId, Wanted
-from vllm_tiered_offload.tiers.p2p.messages import Memory
+from vllm_tiered_offload.tiers.p2p.messages import MAX_PARTS, Memory
 from vllm_tiered_offload.tiers.p2p.nixl_agent import MEMORY, PAUSE_SECONDS, Agent, NixlError, digest
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 READ_BYTES = 4 << 20  # of one READ, or one row: small enough that checksums keep up with it
 READS_IN_FLIGHT = 3  # of one lane
 LANES = 2  # of one peer, where READs are copies
+WINDOW_BYTES = 24 << 20  # of one peer that are asked for and not verified: they stay in the processor's cache
 EAGER_SECONDS = 0.02  # without anything landing; after that it is polled less often
 LAZY_SECONDS = 0.001
 
@@ -37,10 +38,11 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """These parts were read."""
+    """These parts were read; `alone`, in the call that began it, so the peer had no part in it."""
 
     address: Address
     part_ids: Sequence[PartId]
+    alone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,11 @@ class Unreadable:
 
     address: Address
     why: str
+
+
+def read_window(row_bytes: int) -> int:
+    """Rows of one peer that are asked for and not verified: each lane reads, and has more to read."""
+    return min(MAX_PARTS, max(3 * LANES, WINDOW_BYTES // max(1, row_bytes)))
 
 
 class _Peer:
@@ -160,20 +167,23 @@ class _Lane:
         return agent.nixl.add_remote_agent(memory.agent)
 
     def _serve(self, agent: Agent, peer_name: Any) -> None:
-        """Until `stop`: what is over is told before anything else begins, which may wait. Raises whatever NIXL does for a READ that failed."""
+        """Until `stop`. What is over is told before anything begins, which may wait.
+
+        Raises whatever NIXL does for a READ that failed.
+        """
         moved_at = 0.0
         while not self._peer.stopping:
             was_idle = not self._reads
-            part_ids = self._finished(agent) or self._begin(agent, peer_name)
-            if part_ids:
-                self._peer.tell(Landed(self._peer.address, part_ids))
-            if part_ids or was_idle:
+            landed = self._finished(agent) or self._begin(agent, peer_name)
+            if landed is not None:
+                self._peer.tell(landed)
+            if landed is not None or was_idle:
                 moved_at = monotonic()
             elif self._reads:
                 time.sleep(PAUSE_SECONDS if monotonic() - moved_at < EAGER_SECONDS else LAZY_SECONDS)
 
-    def _finished(self, agent: Agent) -> list[PartId]:
-        """Parts of READs that are over."""
+    def _finished(self, agent: Agent) -> Landed | None:
+        """READs that are over."""
         finished: list[PartId] = []
         for read in list(self._reads):
             handle, part_ids = read
@@ -181,11 +191,10 @@ class _Lane:
                 self._reads.remove(read)
                 _give_back(handle)
                 finished += part_ids
-                self._peer.has_read = True
-        return finished
+        return self._landed(finished, alone=False) if finished else None
 
-    def _begin(self, agent: Agent, peer_name: Any) -> list[PartId]:
-        """Parts of the READ that was over at once: it took its time, and is told first.
+    def _begin(self, agent: Agent, peer_name: Any) -> Landed | None:
+        """A READ that was over at once: it took its time, and is told first.
 
         Waits for something to read while nothing is in flight.
         """
@@ -198,10 +207,14 @@ class _Lane:
             if _is_over(agent.nixl.transfer(handle)):
                 self._reads.pop()
                 _give_back(handle)
-                self._peer.has_read = True
-                self._peer.add_lane()
-                return part_ids
-        return []
+                return self._landed(part_ids, alone=not self._reads)
+        return None
+
+    def _landed(self, part_ids: Sequence[PartId], *, alone: bool) -> Landed:
+        self._peer.has_read = True
+        if alone:
+            self._peer.add_lane()
+        return Landed(self._peer.address, part_ids, alone)
 
     def _new_read(self, agent: Agent, peer_name: Any, rows: Sequence[Wanted]) -> Any:
         size, memory = agent.row_bytes, self._peer.memory

@@ -7,6 +7,7 @@ from math import inf
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.tiers.p2p.instructions import Address, PartId, RoundId, Wanted
+from vllm_tiered_offload.tiers.p2p.messages import Buffer
 
 
 class Phase(Enum):
@@ -23,6 +24,7 @@ class RowState(Enum):
     OWED = "owed"  # the peer has to say something about it
     LANDING = "landing"  # bytes get into it, until the transport says that it has landed or the peer is disconnected
     CHECKING = "checking"  # its bytes are being verified where they are
+    RIGHT = "right"  # they were, and the peer has to say that its promise held until they were read
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +46,11 @@ class Row:
     wanted: Wanted
     state: RowState = RowState.OWED
     dropped: bool = False  # it has failed, and ends as soon as nothing gets into it any more
+    # What follows is of a row that is, or was, read out of the peer's memory.
+    is_read: bool = False
+    header: Buffer | None = None  # its proof
+    confirmed: bool = False  # the peer's promise held until it was read
+    num_bytes: int = 0  # that were right, once they are
 
 
 @dataclass(slots=True)
@@ -58,6 +65,7 @@ class Peer:
     quiet_since: float = inf  # since it owes us something and says nothing; inf while it owes nothing
     pinged: bool = False  # since then
     can_read: bool = False  # its memory is attached
+    reads_alone: bool = False  # and was read without its help
     asked: set[RoundId] = field(default_factory=set)  # questions that it has not answered
     owed: dict[PartId, Row] = field(default_factory=dict)  # rows asked for; at most WINDOW
     queue: deque[Row] = field(default_factory=deque)  # rows to be asked for; empty unless READY

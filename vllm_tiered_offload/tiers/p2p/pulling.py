@@ -36,6 +36,7 @@ from vllm_tiered_offload.tiers.p2p.instructions import (
 from vllm_tiered_offload.tiers.p2p.messages import (
     Answer,
     Buffer,
+    Confirmed,
     Data,
     Found,
     Hello,
@@ -50,7 +51,7 @@ from vllm_tiered_offload.tiers.p2p.messages import (
 )
 from vllm_tiered_offload.tiers.p2p.peers import Peer, Phase
 from vllm_tiered_offload.tiers.p2p.questions import Conclusion, Questions
-from vllm_tiered_offload.tiers.p2p.transfers import Transfers
+from vllm_tiered_offload.tiers.p2p.transfers import WINDOW, Transfers
 
 MAX_STRIKES = 3
 FIRST_BACKOFF = 0.5
@@ -80,9 +81,10 @@ class Pulling:
         times: PullTimes,
         *,
         is_myself: Callable[[bytes], bool] = lambda epoch: False,  # noqa: ARG005
+        read_window: int = WINDOW,
         clock: Clock = monotonic,
     ) -> None:
-        """`is_myself` tells an epoch of our own server's from all others."""
+        """`is_myself` tells an epoch of our own server's from all others. `read_window`: see Transfers."""
         self._hello = hello
         self._is_myself = is_myself
         self._times = times
@@ -90,7 +92,7 @@ class Pulling:
         self._peers = {address: Peer(address) for address in addresses}
         self._out: list[Instruction] = []
         self._questions = Questions(self._peers, times.lookup, self._say, self._on_concluded, clock)
-        self._transfers = Transfers(self._peers, times.pull, accept, self._strike, self._instruct, clock)
+        self._transfers = Transfers(self._peers, times.pull, accept, self._strike, self._instruct, clock, read_window)
         # For telling; a kind is ours or a Reason of the protocol, so there are few.
         self.failures: Counter[tuple[Address, str]] = Counter()
 
@@ -166,8 +168,9 @@ class Pulling:
         """The payload of this part begins to come: the row that it gets into, or None where it is not wanted."""
         return self._transfers.landing(self._peers[address], part_id)
 
-    def landed(self, address: Address, part_ids: Sequence[PartId]) -> list[Instruction]:
-        """These parts were read out of the peer's memory."""
+    def landed(self, address: Address, part_ids: Sequence[PartId], *, alone: bool = False) -> list[Instruction]:
+        """These parts were read out of the peer's memory; `alone`: the peer had no part in it, and need not have."""
+        self._peers[address].reads_alone = alone
         self._transfers.on_landed(self._peers[address], part_ids)
         return self._take()
 
@@ -218,6 +221,8 @@ class Pulling:
                 self._transfers.on_data(peer, answer, behind[0], behind[1] if len(behind) > 1 else None)
             case Proofs():
                 self._transfers.on_proofs(peer, answer)
+            case Confirmed():
+                self._transfers.on_confirmed(peer, answer)
             case Refuse():
                 self._on_refuse(peer, answer)
             case Pong():
@@ -305,7 +310,7 @@ class Pulling:
         ]
 
     def _close(self, peer: Peer, why: str, backoff: float | None) -> None:
-        peer.phase, peer.can_read = Phase.CLOSED, False
+        peer.phase, peer.can_read, peer.reads_alone = Phase.CLOSED, False, False
         if backoff is None:
             backoff = min(LAST_BACKOFF, FIRST_BACKOFF * 2 ** min(peer.strikes - 1, 10))
         peer.retry_at = self._clock() + backoff

@@ -18,11 +18,11 @@ from vllm_tiered_offload.tiers.block_frame import encode_header
 from vllm_tiered_offload.tiers.p2p.bounded_log import BoundedLog
 from vllm_tiered_offload.tiers.p2p.curve_listener import CurveListener
 from vllm_tiered_offload.tiers.p2p.io_thread import IoThread
-from vllm_tiered_offload.tiers.p2p.leases import PeerId, PromisedRow
+from vllm_tiered_offload.tiers.p2p.leases import PeerId, PromisedRow, Promises
 from vllm_tiered_offload.tiers.p2p.listener import Arrived, Listener, RowToSend
-from vllm_tiered_offload.tiers.p2p.messages import Data, Proofs, Reason, Welcome, encode
+from vllm_tiered_offload.tiers.p2p.messages import MAX_PARTS, Confirmed, Data, Proofs, Reason, Welcome, encode
 from vllm_tiered_offload.tiers.p2p.nixl_agent import PAUSE_SECONDS, Agent, NixlError, why_not_nixl
-from vllm_tiered_offload.tiers.p2p.serving import Owner, ProveRows, SendRows
+from vllm_tiered_offload.tiers.p2p.serving import ConfirmParts, Owner, SendRows
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
 from vllm_tiered_offload.tiers.p2p.tcp_listener import TcpListener
 
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 EAGER_SECONDS = 0.1  # after which peers that read are helped less often
 LAZY_SECONDS = 0.001
+PROVE_BYTES = 4 << 20  # of one turn, or one row: between them others have theirs
+AHEAD_BYTES = 12 << 20  # of one promise, or two rows, proved and not confirmed: they are still in the cache when read
 
 
 @dataclass(slots=True)
@@ -55,6 +57,8 @@ class PeerServer(IoThread):
         self._listener: Listener | None = None
         self._agent: Agent | None = None  # where peers may read the region
         self._heard_at = 0.0  # when any peer said something last
+        self._is_proving = False  # something was proved in the last turn, and there may be more
+        self._helped_at = 0.0  # when peers that read alone were helped last
         self.port: int | None = None  # once it listens
         # Only this thread counts. By flat key.
         self._counters: Counter[str] = Counter()
@@ -128,9 +132,8 @@ class PeerServer(IoThread):
                 if event.stuck:
                     self._count_dropped()
                 owner.drop(event.peer)
-        if self._agent is not None and owner.promises.num_reading:
-            self._agent.progress()
-            time.sleep(PAUSE_SECONDS)
+        self._prove_some(self._listener, self._serving)
+        self._help(owner.promises)
 
     def _begin(self, listener: Listener, serving: _Serving) -> None:
         if self._agent is not None:
@@ -150,10 +153,13 @@ class PeerServer(IoThread):
 
     def _next_progress(self) -> float | None:
         """While peers read: at once, or now and then if none of them has said anything for a while."""
+        if self._is_proving:
+            return self._clock()
         if self._agent is None or self._serving is None or not self._serving.owner.promises.num_reading:
             return None
         now = self._clock()
-        return now if now - self._heard_at < EAGER_SECONDS else now + LAZY_SECONDS
+        is_eager = self._serving.owner.promises.needs_help and now - self._heard_at < EAGER_SECONDS
+        return now if is_eager else now + LAZY_SECONDS
 
     def _close(self) -> None:
         if self._serving is not None:
@@ -177,17 +183,48 @@ class PeerServer(IoThread):
                 return
             case SendRows():
                 sent = all(listener.send_row(peer, self._row_to_send(serving, peer, reply, row)) for row in reply.rows)
-            case ProveRows():
-                sent = listener.say(peer, encode(self._proofs(reply)))
-                owner.promises.done(peer, reply.request, reply.round, [row.part for row in reply.rows])
+            case ConfirmParts(request, round_, rows, parts):
+                sent = not rows or listener.say(peer, self._proofs(request, round_, rows))
+                sent = sent and listener.say(peer, encode(Confirmed(request, round_, parts)))
+                owner.promises.done(peer, request, round_, parts)
             case _:
                 sent = listener.say(peer, encode(reply))
                 if isinstance(reply, Welcome):
                     listener.welcome(peer)
         if not sent:
-            self._count_dropped()
-            owner.drop(peer)
-            listener.drop(peer)
+            self._drop_stuck(listener, owner, peer)
+
+    def _prove_some(self, listener: Listener, serving: _Serving) -> None:
+        """What peers are reading, a bit each turn: it is in the cache when they come to it, and they need not wait."""
+        if not serving.owner.promises.num_reading:
+            self._is_proving = False
+            return
+        row_bytes = len(serving.rows[0])
+        at_once, ahead = max(1, PROVE_BYTES // row_bytes), max(2, AHEAD_BYTES // row_bytes)
+        to_prove = serving.owner.promises.next_to_prove(min(at_once, MAX_PARTS), ahead)
+        self._is_proving = to_prove is not None
+        if to_prove is not None:
+            peer, request, round_, rows = to_prove
+            if not listener.say(peer, self._proofs(request, round_, rows)):
+                self._drop_stuck(listener, serving.owner, peer)
+
+    def _help(self, promises: Promises) -> None:
+        """Peers that read: those that read alone now and then, for what they begin with and in case they are wrong."""
+        if self._agent is None or not promises.num_reading:
+            return
+        if promises.needs_help:
+            self._agent.progress()
+            if not self._is_proving:
+                time.sleep(PAUSE_SECONDS)
+        elif self._clock() >= self._helped_at + LAZY_SECONDS:
+            self._helped_at = self._clock()
+            self._agent.progress()
+
+    def _drop_stuck(self, listener: Listener, owner: Owner, peer: PeerId) -> None:
+        """What it does not take is more than we keep for it."""
+        self._count_dropped()
+        owner.drop(peer)
+        listener.drop(peer)
 
     def _row_to_send(self, serving: _Serving, peer: PeerId, reply: SendRows, row: PromisedRow) -> RowToSend:
         """One Data, with the frame that proves its bytes."""
@@ -200,9 +237,9 @@ class PeerServer(IoThread):
             partial(promises.done, *round_id, [row.part]),
         )
 
-    def _proofs(self, reply: ProveRows) -> Proofs:
-        parts = tuple(row.part for row in reply.rows)
-        return Proofs(reply.request, reply.round, parts, tuple(self._prove(row) for row in reply.rows))
+    def _proofs(self, request: int, round_: int, rows: Sequence[PromisedRow]) -> bytes:
+        parts = tuple(row.part for row in rows)
+        return encode(Proofs(request, round_, parts, tuple(self._prove(row) for row in rows)))
 
     def _prove(self, row: PromisedRow) -> bytes:
         assert self._serving is not None

@@ -54,15 +54,16 @@ class SendRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ProveRows:
-    """Send Proofs of these rows of the round."""
+class ConfirmParts:
+    """Send Proofs of these rows of the round, if any, then Confirmed for the parts, which are done then."""
 
     request: int
     round: int
     rows: list[PromisedRow]
+    parts: tuple[int, ...]
 
 
-Reply: TypeAlias = Answer | SendRows | ProveRows
+Reply: TypeAlias = Answer | SendRows | ConfirmParts
 
 R = TypeVar("R", bound=Reply)
 
@@ -127,9 +128,11 @@ class Owner:
             case Reading():
                 refusal = self.promises.begin_reading(peer, question)
                 return None if refusal is None else self._counted(refusal)
-            case Confirm(request, round_):
+            case Confirm(request, round_, _, parts):
                 rows = self.promises.confirm(peer, question)
-                return self._counted(rows) if isinstance(rows, Refuse) else ProveRows(request, round_, rows)
+                if isinstance(rows, Refuse):
+                    return self._counted(rows)
+                return ConfirmParts(request, round_, rows, parts)
             case Release(request, round_):
                 self.promises.release(peer, request, round_)
                 return None

@@ -4,7 +4,7 @@
                                  |  ^--Data, its payload is landing in the row--> landing --> checking ---^
                                  |
                                  +--Reading, where the peer's memory can be read--> landing --Confirm--> owed
-                                                                          --Proofs--> checking --> ended
+                                       owed --its Proofs are there--> checking --Confirmed, too--> ended
 
 - A row ends once: verified, corrupt, refused, or failed with its peer or at its deadline. A job ends with its last row.
 - A row that is landing ends only when it has landed, or when its peer is disconnected: whoever has the row next would
@@ -36,6 +36,7 @@ from vllm_tiered_offload.tiers.p2p.messages import (
     MAX_PARTS,
     Buffer,
     Confirm,
+    Confirmed,
     Data,
     Fetch,
     MessageError,
@@ -68,13 +69,16 @@ class Transfers:
         strike: Callable[[Peer, str], None],
         out: Callable[[Instruction], None],
         clock: Clock,
+        read_window: int = WINDOW,
     ) -> None:
+        """`read_window` are the rows that are read out of one peer's memory at a time, at most WINDOW."""
         self._peers = peers
         self._seconds = seconds
         self._accept = accept
         self._strike = strike
         self._out = out
         self._clock = clock
+        self._read_window = read_window
         # Rounds that somebody has promised something for, until they are released or their peer fails.
         self._promises: dict[RoundId, _Promise] = {}
         # Jobs with open rows; each open row is in the `owed` or the `queue` of exactly one peer.
@@ -110,12 +114,15 @@ class Transfers:
     def _fetch_more(self, peer: Peer) -> None:
         """Ask for as many queued rows as the window allows, round by round."""
         batch: list[Row] = []
-        while peer.queue and len(peer.owed) < WINDOW:
+        while peer.queue and len(peer.owed) < self._window(peer):
             row = peer.queue.popleft()
             peer.begin_to_owe_row(row, self._clock())
             batch.append(row)
         for _, rows in groupby(batch, lambda row: row.wanted.part_id[:2]):
             self._ask_for(peer, list(rows))
+
+    def _window(self, peer: Peer) -> int:
+        return self._read_window if peer.can_read else WINDOW
 
     def _ask_for(self, peer: Peer, rows: Sequence[Row]) -> None:
         """These rows of one round."""
@@ -124,8 +131,9 @@ class Transfers:
             self._out(Say(peer.address, Fetch(source.request, source.round, source.epoch, parts)))
             return
         for row in rows:
-            row.state = RowState.LANDING
-        self._out(Say(peer.address, Reading(source.request, source.round, source.epoch, parts)))
+            row.state, row.is_read = RowState.LANDING, True
+        reading = Reading(source.request, source.round, source.epoch, parts, peer.reads_alone)
+        self._out(Say(peer.address, reading))
         self._out(Read(peer.address, tuple(row.wanted for row in rows)))
 
     # ---- bytes come --------------------------------------------------------------------------------------------
@@ -133,7 +141,7 @@ class Transfers:
     def landing(self, peer: Peer, part_id: PartId) -> Wanted | None:
         """Whether the payload of this part may get into its row from now on."""
         row = peer.owed.get(part_id)
-        if row is None or row.state is not RowState.OWED:
+        if row is None or row.state is not RowState.OWED or row.is_read:
             return None
         row.state = RowState.LANDING
         return row.wanted
@@ -141,14 +149,15 @@ class Transfers:
     def on_data(self, peer: Peer, data: Data, header: Buffer, payload: Buffer | None) -> None:
         """The part is there: in `payload`, or in its row already, where `landing` had a row for it."""
         row = peer.owed.get((data.request, data.round, data.part))
-        if row is None or (payload is None) != (row.state is RowState.LANDING):
+        if row is None or row.is_read or (payload is None) != (row.state is RowState.LANDING):
             return
         if payload is not None:
             self._end_checked(peer, row, len(header) + len(payload), good=self._accept(row.wanted, header, payload))
         elif row.dropped:
             self._end_row(peer, row)
         else:
-            self._out(Check(peer.address, (self._begin_check(row, header),)))
+            row.header = header
+            self._check(peer, [row])
 
     def on_landed(self, peer: Peer, part_ids: Sequence[PartId]) -> None:
         """These parts were read."""
@@ -157,36 +166,56 @@ class Transfers:
             row.state = RowState.OWED
             if row.dropped:
                 self._end_row(peer, row)
-        kept = [row.wanted.source for row in rows if not row.dropped]
-        for _, sources in groupby(kept, lambda source: (source.request, source.round)):
+        kept = [row for row in rows if not row.dropped]
+        for _, sources in groupby((row.wanted.source for row in kept), lambda source: (source.request, source.round)):
             first, *others = sources
             parts = (first.part, *(source.part for source in others))
             self._out(Say(peer.address, Confirm(first.request, first.round, first.epoch, parts)))
+        self._check(peer, [row for row in kept if row.header is not None])
 
     def on_proofs(self, peer: Peer, proofs: Proofs) -> None:
-        """The peer's promise of these parts held."""
+        """What is to be in rows that are being read, or were."""
         if len(proofs.parts) != len(proofs.headers):
             raise MessageError("proofs of other parts than it says")
-        proved: list[Proved] = []
+        proved: list[Row] = []
         for part, header in zip(proofs.parts, proofs.headers, strict=True):
             row = peer.owed.get((proofs.request, proofs.round, part))
             if row is None:
                 continue
-            if row.state is not RowState.OWED or row.wanted.source.row is None:
-                raise MessageError("a proof of what was not read")
-            proved.append(self._begin_check(row, header))
-        if proved:
-            self._out(Check(peer.address, tuple(proved)))
+            if not row.is_read or row.header is not None:
+                raise MessageError("a proof of what is not read, or the second one")
+            row.header = header
+            if row.state is RowState.OWED:
+                proved.append(row)
+        self._check(peer, proved)
 
-    @staticmethod
-    def _begin_check(row: Row, header: Buffer) -> Proved:
-        row.state = RowState.CHECKING
-        return Proved(row.wanted, header)
+    def on_confirmed(self, peer: Peer, confirmed: Confirmed) -> None:
+        """The peer's promise of these parts held until they had been read."""
+        for part in confirmed.parts:
+            row = peer.owed.get((confirmed.request, confirmed.round, part))
+            if row is None:
+                continue
+            if not row.is_read or row.state is RowState.LANDING or row.confirmed:
+                raise MessageError("a confirmation of what it was not asked for")
+            row.confirmed = True
+            if row.state is RowState.RIGHT:
+                self._end_checked(peer, row, row.num_bytes, good=True)
+
+    def _check(self, peer: Peer, rows: Sequence[Row]) -> None:
+        """Verify these, which have landed and have a header."""
+        for row in rows:
+            row.state = RowState.CHECKING
+        if rows:
+            self._out(Check(peer.address, tuple(Proved(row.wanted, row.header or b"") for row in rows)))
 
     def on_checked(self, peer: Peer, part_id: PartId, num_bytes: int, *, good: bool) -> None:
         """The row of this part was verified, and so was its header: `num_bytes` together."""
         row = peer.owed.get(part_id)
-        if row is not None and row.state is RowState.CHECKING:
+        if row is None or row.state is not RowState.CHECKING:
+            return
+        if good and row.is_read and not row.confirmed:
+            row.state, row.num_bytes = RowState.RIGHT, num_bytes
+        else:
             self._end_checked(peer, row, num_bytes, good=good)
 
     def _end_checked(self, peer: Peer, row: Row, num_bytes: int, *, good: bool) -> None:
@@ -230,7 +259,7 @@ class Transfers:
             self._release_if_unwanted(round_id)
         row.job.open -= 1
         self._end_if_over(row.job)
-        if peer.phase is Phase.READY and not row.dropped and len(peer.owed) <= WINDOW // 2:
+        if peer.phase is Phase.READY and not row.dropped and len(peer.owed) <= self._window(peer) // 2:
             self._fetch_more(peer)
         peer.settle(self._clock())
 
