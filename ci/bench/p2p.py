@@ -7,7 +7,9 @@ Rows of 1 MiB and of 8 MiB, 128 MiB of them a pull. Ours is timed from the load 
 checksums; the rate beside it is that of
 
     nixl        raw NIXL READs of the same rows, the faster of one READ for all and of several small ones at a time,
-                by the transport that UCX chooses: on one machine, a system call that reads another process's memory
+                by the transport that UCX chooses: on one machine, a system call that reads another process's memory.
+                One agent posts them and checks nothing; ours has two agents where READs are such calls, and with two
+                cores the two checksums of each row are made on the cores that read
     nixl_tcp    the same with UCX_TLS=tcp, as between machines
     sockets     sendall and recv_into between two processes
     curve       the same sockets, against our encrypted ones; shown, and nobody's target
