@@ -21,10 +21,10 @@ from vllm_tiered_offload.tiers.p2p.nixl_agent import MEMORY, PAUSE_SECONDS, Agen
 
 logger = logging.getLogger(__name__)
 
-READ_BYTES = 4 << 20  # of one READ, or one row: small enough that checksums keep up with it
+READ_BYTES = 8 << 20  # of one READ, or one row: in the cache when it is verified, and few messages
 READS_IN_FLIGHT = 3  # of one lane
 LANES = 2  # of one peer, where READs are copies
-WINDOW_BYTES = 24 << 20  # of one peer that are asked for and not verified: they stay in the processor's cache
+WINDOW_BYTES = 32 << 20  # of one peer that are asked for and not verified
 EAGER_SECONDS = 0.02  # without anything landing; after that it is polled less often
 LAZY_SECONDS = 0.001
 

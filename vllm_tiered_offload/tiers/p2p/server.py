@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 EAGER_SECONDS = 0.1  # after which peers that read are helped less often
 LAZY_SECONDS = 0.001
-PROVE_BYTES = 4 << 20  # of one turn, or one row: between them others have theirs
-AHEAD_BYTES = 12 << 20  # of one promise, or two rows, proved and not confirmed: they are still in the cache when read
+PROVE_BYTES = 8 << 20  # of one turn, or one row: between them others have theirs
+AHEAD_BYTES = 24 << 20  # of one promise, or two rows, proved and not confirmed: they are still in the cache when read
 
 
 @dataclass(slots=True)
