@@ -11,7 +11,7 @@ import pytest
 from p2p_kit import Engine, attach_at_once, keys_of, needs_nixl, wait_until
 from test_p2p_processes import BYTES, CHUNKS, KEYS, ROW_BYTES, OwnerProcess, check_bytes, check_nothing_lands
 
-from vllm_tiered_offload import LookupResult, ReqContext
+from vllm_tiered_offload import JobResult, LookupResult, ReqContext
 from vllm_tiered_offload.tiers.block_frame import encode_header
 from vllm_tiered_offload.tiers.p2p import nixl_agent, nixl_reader
 from vllm_tiered_offload.tiers.p2p.leases import PromisedRow
@@ -111,6 +111,49 @@ def test_the_owner_is_stopped_in_the_middle_of_a_read(
     assert not result.success
     check_bytes(puller, result)
     check_nothing_lands(puller, owners[0], 0.5)
+
+
+def test_two_threads_read_where_a_read_is_a_copy(
+    owners: list[OwnerProcess], pullers: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As UCX chooses by itself within one machine. Case 60: the owner is killed; both end, and the job does.
+
+    Made to fail by never adding the second one.
+    """
+    monkeypatch.delenv("UCX_TLS")
+    owners.append(OwnerProcess(transport="nixl"))
+    puller = new_puller(pullers, owners[0].port, pull_timeout=30.0, silence_timeout=20.0, lookup_cache=0.0)
+
+    def pull(name: str) -> JobResult:
+        request = puller.begin(ReqContext(name))
+        assert puller.look(KEYS, request) == [HIT] * CHUNKS
+        for row in puller.memory.rows:
+            row[:] = bytes(ROW_BYTES)
+        return puller.result(puller.submit(KEYS, req=request))
+
+    assert pull("first").success
+    client = puller.tier._client
+    assert client is not None
+    [peer], reader = client._pulling._peers.values(), client._reader
+    if not peer.reads_alone:
+        pytest.skip("processes do not read each other's memory here")
+    assert reader is not None
+    lanes = reader._peers[peer.address]._lanes
+    assert len(lanes) == nixl_reader.LANES
+    assert all(lane.is_made.wait(10.0) for lane in lanes)
+    for number in range(3):
+        result = pull(f"both {number}")
+        assert result.success
+        check_bytes(puller, result)
+    assert puller.stat("p2p_rows_read_total") == 4 * CHUNKS
+    request = puller.begin(ReqContext("killed"))
+    assert puller.look(KEYS, request) == [HIT] * CHUNKS
+    job = puller.submit(KEYS, req=request)
+    owners[0].process.kill()
+    killed = time.monotonic()
+    check_bytes(puller, puller.result(job))
+    assert time.monotonic() - killed < 2.0, "a dead peer was waited for"
+    wait_until(lambda: not any(lane._thread.is_alive() for lane in lanes), "the end of both")
 
 
 def two_engines(
