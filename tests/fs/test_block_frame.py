@@ -13,8 +13,10 @@ from vllm_tiered_offload.tiers.block_frame import (
     Checksum,
     FrameError,
     FrameFault,
+    RunningChecksum,
     decode_header,
     encode_header,
+    encode_header_of,
     expect,
     verify,
 )
@@ -46,6 +48,39 @@ def test_what_is_encoded_is_decoded(algorithm: Checksum, key: OffloadKey, payloa
     assert (frame.key, frame.payload_bytes, frame.fingerprint, frame.algorithm) == (key, len(payload), space, algorithm)
     expect(frame, key, space, len(payload))
     verify(frame, payload)
+
+
+@given(payload=st.binary(max_size=5000), cuts=st.lists(st.integers(0, 5000), max_size=4))
+@settings(max_examples=30, deadline=None)
+def test_a_payload_that_is_read_in_pieces_has_the_same_header(payload: bytes, cuts: list[int]) -> None:
+    """And is found right and wrong as one that is read at once. Made to fail by leaving out the last piece."""
+    pieces = [payload[a:b] for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), len(payload)], strict=True)]
+
+    def read(pieces: list[bytes]) -> RunningChecksum:
+        running = RunningChecksum(len(payload))
+        for piece in pieces:
+            running.add(piece)
+        return running
+
+    header = encode_header(KEY, payload, SPACE)
+    assert encode_header_of(KEY, read(pieces), SPACE) == header
+    verify(decode_header(header), payload, read(pieces))
+    if payload:
+        other = bytes([payload[0] ^ 1]) + payload[1:]
+        with pytest.raises(FrameError, match="does not match"):
+            verify(decode_header(header), other, read([other]))
+
+
+@pytest.mark.skipif(len(ALGORITHMS) < 2, reason="one of the two libraries is not installed")
+def test_a_header_of_the_other_algorithm_is_verified_all_the_same() -> None:
+    """Made to fail by comparing checksums of two algorithms."""
+    running = RunningChecksum(len(PAYLOAD))
+    running.add(PAYLOAD)
+    assert running.algorithm is Checksum.GMAC
+    frame = decode_header(encode_header(KEY, PAYLOAD, SPACE, Checksum.BLAKE3))
+    verify(frame, PAYLOAD, running)
+    with pytest.raises(FrameError, match="does not match"):
+        verify(frame, PAYLOAD[::-1], running)
 
 
 @given(st.binary(max_size=200) | st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES + 10))

@@ -32,6 +32,7 @@ Pure: no I/O, and nothing but FrameError for whatever bytes come in.
 
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
@@ -88,21 +89,47 @@ class FrameHeader:
     flags: int = 0
 
 
+class RunningChecksum:
+    """The checksum of a payload of `size` bytes that is read piece by piece, each while it is in the cache."""
+
+    def __init__(self, size: int) -> None:
+        self.algorithm = _preferred(size)
+        self.size = size
+        self.done = 0  # bytes
+        self._update, self._finish = _RUNNING[self.algorithm]()
+
+    def add(self, piece: Buffer) -> None:
+        """The next bytes of the payload."""
+        self._update(piece)
+        self.done += memoryview(piece).nbytes
+
+    def finish(self) -> bytes:
+        """Once, after the last byte."""
+        assert self.done == self.size, f"{self.done} of {self.size} bytes were added"
+        return self._finish()
+
+
 def encode_header(key: OffloadKey, payload: Buffer, fingerprint: bytes, algorithm: Checksum | None = None) -> bytes:
     """The HEADER_BYTES bytes that go in front of `payload`, which is read once, for its checksum.
 
     Raises ValueError for a key longer than MAX_KEY_BYTES or a fingerprint that is not a digest.
     """
-    if len(key) > MAX_KEY_BYTES or len(fingerprint) != FINGERPRINT_BYTES:
-        raise ValueError(f"no frame for a key of {len(key)} and a fingerprint of {len(fingerprint)} bytes")
     size = memoryview(payload).nbytes
     algorithm = algorithm or _preferred(size)
-    checksum = _CHECKSUMS[algorithm]
-    fields = _FIELDS.pack(
-        MAGIC, VERSION, algorithm.value, 0, HEADER_BYTES, len(key), size, fingerprint, checksum(payload)
-    )
+    return _encode_header(key, size, fingerprint, algorithm, _CHECKSUMS[algorithm](payload))
+
+
+def encode_header_of(key: OffloadKey, payload: RunningChecksum, fingerprint: bytes) -> bytes:
+    """The same of a payload that was read already."""
+    return _encode_header(key, payload.size, fingerprint, payload.algorithm, payload.finish())
+
+
+def _encode_header(key: OffloadKey, size: int, fingerprint: bytes, algorithm: Checksum, checksum: bytes) -> bytes:
+    if len(key) > MAX_KEY_BYTES or len(fingerprint) != FINGERPRINT_BYTES:
+        raise ValueError(f"no frame for a key of {len(key)} and a fingerprint of {len(fingerprint)} bytes")
+    fields = _FIELDS.pack(MAGIC, VERSION, algorithm.value, 0, HEADER_BYTES, len(key), size, fingerprint, checksum)
     checked = (fields + key).ljust(_CHECKED, b"\0")
-    return checked + checksum(checked)
+    return checked + _CHECKSUMS[algorithm](checked)
 
 
 def decode_header(data: Buffer) -> FrameHeader:
@@ -139,13 +166,20 @@ def expect(header: FrameHeader, key: OffloadKey, fingerprint: bytes, payload_byt
         raise FrameError(FrameFault.FOREIGN, f"payload of {header.payload_bytes} bytes, expected {payload_bytes}")
 
 
-def verify(header: FrameHeader, payload: Buffer) -> None:
-    """Raise FrameError unless `payload` is, bit for bit, what the header was made for."""
+def verify(header: FrameHeader, payload: Buffer, running: RunningChecksum | None = None) -> None:
+    """Raise FrameError unless `payload` is, bit for bit, what the header was made for.
+
+    `running` has read all of it already; that counts where it is of the header's algorithm.
+    """
     size = memoryview(payload).nbytes
     if size != header.payload_bytes:
         kind = FrameFault.SHORT if size < header.payload_bytes else FrameFault.FOREIGN
         raise FrameError(kind, f"payload of {size} bytes, the header says {header.payload_bytes}")
-    if _CHECKSUMS[header.algorithm](payload) != header.checksum:
+    if running is not None and running.algorithm is header.algorithm:
+        checksum = running.finish()
+    else:
+        checksum = _CHECKSUMS[header.algorithm](payload)
+    if checksum != header.checksum:
         raise FrameError(FrameFault.CORRUPT, "the payload does not match its checksum")
 
 
@@ -172,33 +206,60 @@ _GMAC_NONCE = bytes(12)
 _GMAC_LIMIT = (1 << 31) - 1
 
 
-def _find_checksums() -> dict[Checksum, Callable[[Buffer], bytes]]:
-    """The algorithms whose library is installed. vLLM brings both; raises ImportError when there is neither."""
-    found: dict[Checksum, Callable[[Buffer], bytes]] = {}
-    try:
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    except ImportError:
-        pass
-    else:
-        seal = AESGCM(_GMAC_KEY).encrypt
+_Running: TypeAlias = tuple[Callable[[Buffer], object], Callable[[], bytes]]  # takes a piece, gives the checksum
 
-        def gmac(data: Buffer) -> bytes:
-            return bytes(seal(_GMAC_NONCE, b"", data))
+# Those whose library is installed, of a whole payload and of one in pieces. vLLM brings both libraries. What is missing
+# here cannot be read by this process, and is left alone.
+_CHECKSUMS: dict[Checksum, Callable[[Buffer], bytes]] = {}
+_RUNNING: dict[Checksum, Callable[[], _Running]] = {}
 
-        found[Checksum.GMAC] = gmac
+
+def _find_gmac() -> None:
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+    seal = AESGCM(_GMAC_KEY).encrypt
+    cipher = Cipher(AES(_GMAC_KEY), GCM(_GMAC_NONCE))
+
+    def gmac(data: Buffer) -> bytes:
+        return bytes(seal(_GMAC_NONCE, b"", data))
+
+    def running() -> _Running:
+        sealing = cipher.encryptor()
+
+        def finish() -> bytes:
+            sealing.finalize()
+            return sealing.tag
+
+        return sealing.authenticate_additional_data, finish
+
+    _CHECKSUMS[Checksum.GMAC], _RUNNING[Checksum.GMAC] = gmac, running
+
+
+def _find_blake3() -> None:
+    from blake3 import blake3
+
+    def blake3_16(data: Buffer) -> bytes:
+        return bytes(blake3(data).digest(length=CHECKSUM_BYTES))
+
+    def running() -> _Running:
+        hashing = blake3()
+        return hashing.update, lambda: bytes(hashing.digest(length=CHECKSUM_BYTES))
+
+    _CHECKSUMS[Checksum.BLAKE3], _RUNNING[Checksum.BLAKE3] = blake3_16, running
+
+
+def _find_checksums() -> None:
+    """Raises ImportError when there is none."""
+    with suppress(ImportError):
+        _find_gmac()
     try:
-        from blake3 import blake3
+        _find_blake3()
     except ImportError:
-        if not found:
+        if not _CHECKSUMS:
             raise
-    else:
-
-        def blake3_16(data: Buffer) -> bytes:
-            return bytes(blake3(data).digest(length=CHECKSUM_BYTES))
-
-        found[Checksum.BLAKE3] = blake3_16
-    return found
 
 
-# Not empty. What is missing here cannot be read by this process, and is left alone.
-_CHECKSUMS = _find_checksums()
+_find_checksums()
