@@ -216,13 +216,13 @@ class Puller:
         self.socket.sendall(frame(message))
 
     def hear(self, seconds: float = PATIENCE) -> tuple[Answer, list[bytes]] | None:
-        """The next answer and what follows it; None where none comes, or no more ever."""
+        """The next answer and what follows it, part by part; None where none comes, or no more ever."""
         try:
             self.socket.settimeout(seconds)
             [length] = LENGTH.unpack(self._receive(LENGTH.size))
             self.socket.settimeout(PATIENCE)
             answer = decode_answer(self._receive(length))
-            sizes = (HEADER_BYTES, self.row_bytes) if isinstance(answer, Data) else ()
+            sizes = (self.row_bytes, HEADER_BYTES) * len(answer.parts) if isinstance(answer, Data) else ()
             return answer, [self._receive(size) for size in sizes]
         except OSError:
             return None

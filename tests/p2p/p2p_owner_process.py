@@ -44,9 +44,9 @@ def main() -> None:
     assert server.is_open.wait(PATIENCE)
     prove = server._prove
 
-    def slowly(row):
+    def slowly(*row):
         time.sleep(seconds)
-        return prove(row)
+        return prove(*row)
 
     server._prove = slowly  # type: ignore[method-assign]
     if "restless" in sys.argv:

@@ -95,6 +95,19 @@ def test_a_cable_that_is_too_thin(hosts: Hosts) -> None:
     pair.close()
 
 
+def test_a_cable_so_thin_that_a_row_takes_longer_than_a_silence(hosts: Hosts) -> None:
+    """It is no silence either: whoever was asked whether it lives shows by its next byte that it does. Made to fail by
+    waking up for whole rows alone."""
+    hosts.limit("4mbit")
+    pair = Pair(hosts, silence_timeout=0.3, pull_timeout=4.0)
+    result, seconds = pair.end(pair.begin())
+    assert 0 < len(result.successful_keys) < CHUNKS
+    assert seconds > 2.0, "it was given up before its time"
+    assert pair.puller.stat("p2p_peer_failures_total") == 1
+    assert [key for key in pair.puller.tier.get_stats() if "kind=late" in key and "peer_failures" in key]
+    pair.close()
+
+
 def test_the_cable_is_unplugged_and_plugged_in_again(hosts: Hosts) -> None:
     """Nobody is told: no reset, no end of the connection. The load ends after the silence, the next request does not
     wait, and when the cable is back so is the peer."""

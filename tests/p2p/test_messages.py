@@ -71,7 +71,7 @@ answers: st.SearchStrategy[Answer] = st.one_of(
     ),
     st.builds(Proofs, numbers, numbers, st.just((0, 1)), st.just((bytes(HEADER_BYTES),) * 2)),
     st.builds(Confirmed, numbers, numbers, st.lists(parts, min_size=1, max_size=8).map(tuple)),
-    st.builds(Data, numbers, numbers, parts),
+    st.builds(Data, numbers, numbers, st.lists(parts, min_size=1, max_size=MAX_PARTS).map(tuple)),
     st.builds(Refuse, numbers, numbers, st.sampled_from(Reason)),
     st.builds(Pong, numbers),
 )
@@ -182,7 +182,7 @@ def test_question_beyond_a_bound_is_refused(beyond: Question) -> None:
         Found(0, 0, EPOCH, (1,), float("inf")),
         Found(0, 0, EPOCH, (1,), -1.0),
         Found(0, 0, EPOCH, (-1,), 1.0),
-        Data(0, 0, MAX_KEYS),
+        Data(0, 0, (MAX_KEYS,)),
         Welcome(b"", ""),
         Welcome(EPOCH, "", Memory(bytes(MAX_AGENT_BYTES + 1), 0, 0, 0, bytes(16))),
         Welcome(EPOCH, "", Memory(b"agent", -1, 0, 0, bytes(16))),

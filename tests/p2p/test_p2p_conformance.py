@@ -65,11 +65,11 @@ class OwnerEngine:
         primary, req = self.memory.primary, self.memory.req
         primary.complete_load(primary.prepare_load([key], req), [key])
 
-    def _proof_of_other_bytes(self, row: Any) -> bytes:
+    def _proof_of_other_bytes(self, row: Any, *read: Any) -> bytes:
         """As if the bytes had been damaged on their way."""
         payload = self.memory.rows[row.row]
         if row.key not in self.damaged:
-            return self._prove(row)
+            return self._prove(row, *read)
         payload[-1] ^= 1
         try:
             return self._prove(row)

@@ -40,11 +40,11 @@ def test_rows_come_with_their_proof_while_nobody_else_runs(serving: Serving, pul
     assert isinstance(found, Found)
     assert len(found.parts) == len(KEYS)
     puller.say(Fetch(1, 1, found.epoch, (1, 0, 5)))
-    for part in (1, 0, 5):
-        heard = puller.hear()
-        assert heard is not None
-        data, (header_bytes, row) = heard
-        assert data == Data(1, 1, part)
+    heard = puller.hear()
+    assert heard is not None
+    data, behind = heard
+    assert data == Data(1, 1, (1, 0, 5))
+    for part, row, header_bytes in zip((1, 0, 5), behind[0::2], behind[1::2], strict=True):
         header = decode_header(header_bytes)
         expect(header, KEYS[part], serving.own.fingerprint, ROW)
         verify(header, row)

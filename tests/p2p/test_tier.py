@@ -12,6 +12,8 @@ from p2p_kit import PATIENCE, ROW, A, Engine, Serving, content, cpu_seconds, key
 
 from vllm_tiered_offload import JobResult, LookupResult, ReqContext
 from vllm_tiered_offload.testing.conformance.material import make_fingerprint
+from vllm_tiered_offload.tiers.block_frame import RunningChecksum
+from vllm_tiered_offload.tiers.p2p.leases import PromisedRow
 from vllm_tiered_offload.tiers.p2p.messages import Reason
 from vllm_tiered_offload.tiers.p2p.serving import SendRows
 
@@ -218,11 +220,10 @@ def test_a_damaged_row_is_not_let_in(new_engine: NewEngine, monkeypatch: pytest.
     server = owner.tier._server
     prove = server._prove
 
-    def damaging(row: Any) -> bytes:
-        header = prove(row)
+    def damaging(row: PromisedRow, read: RunningChecksum) -> bytes:
         if row.key == KEYS[3]:
             owner.memory.rows[row.row][0] ^= 1
-        return header
+        return prove(row, read)
 
     monkeypatch.setattr(server, "_prove", damaging)
     puller.begin()
@@ -267,9 +268,9 @@ def test_a_reset_in_the_middle_of_a_transfer(new_engine: NewEngine, monkeypatch:
     server = owner.tier._server
     prove = server._prove
 
-    def slowly(row: Any) -> bytes:
+    def slowly(row: PromisedRow, read: RunningChecksum) -> bytes:
         time.sleep(0.05)
-        return prove(row)
+        return prove(row, read)
 
     monkeypatch.setattr(server, "_prove", slowly)
     puller.begin()

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from vllm_tiered_offload.contract.keys import OffloadKey
-from vllm_tiered_offload.tiers.block_frame import FrameError, decode_header, expect, verify
+from vllm_tiered_offload.tiers.block_frame import FrameError, RunningChecksum, decode_header, expect, verify
 from vllm_tiered_offload.tiers.p2p.instructions import Address, Check, PartId
 from vllm_tiered_offload.tiers.p2p.messages import Buffer
 
@@ -52,12 +52,14 @@ class RowChecker:
         self._rows = ()
 
 
-def find_fault(key: OffloadKey, header: Buffer, payload: Buffer, fingerprint: bytes) -> str | None:
-    """Why the payload is not the chunk, or None."""
+def find_fault(
+    key: OffloadKey, header: Buffer, payload: Buffer, fingerprint: bytes, running: RunningChecksum | None = None
+) -> str | None:
+    """Why the payload, which `running` may have read already, is not the chunk; or None."""
     try:
         frame = decode_header(header)
         expect(frame, key, fingerprint, len(payload))
-        verify(frame, payload)
+        verify(frame, payload, running)
     except FrameError as error:
         return str(error)
     return None

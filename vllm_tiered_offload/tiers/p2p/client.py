@@ -10,6 +10,7 @@ import zmq
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.seams import Clock, monotonic
 from vllm_tiered_offload.telemetry.metrics import metric_key
+from vllm_tiered_offload.tiers.block_frame import RunningChecksum
 from vllm_tiered_offload.tiers.p2p.bounded_log import BoundedLog
 from vllm_tiered_offload.tiers.p2p.checker import RowChecker, find_fault
 from vllm_tiered_offload.tiers.p2p.curve_transport import CurveTransport
@@ -152,7 +153,7 @@ class PeerClient(IoThread):
         while self._commands:
             self._do(self._obey(self._commands.popleft()))
         for event in self._transport.events(ready):
-            self._do(self._take_in(event))
+            self._do(self._take_in(event), event.checksum if isinstance(event, Heard) else None)
         for read in self._reader.events() if self._reader is not None else ():
             self._do(self._take_in_read(read))
         for address, part_id, num_bytes, error in self._checker.results():
@@ -203,7 +204,8 @@ class PeerClient(IoThread):
         keys = {address: self._keys[entry] for address, entry in entry_of.items()}
         self._public_keys.update({address: key for address, key in keys.items() if key is not None})
 
-    def _do(self, instructions: Sequence[Instruction]) -> None:
+    def _do(self, instructions: Sequence[Instruction], checksum: RunningChecksum | None = None) -> None:
+        """`checksum` is that of the row that has just come."""
         assert self._transport is not None
         todo = deque(instructions)
         while todo:
@@ -217,6 +219,8 @@ class PeerClient(IoThread):
                     self._transport.disconnect(address)
                     if self._reader is not None:
                         self._reader.detach(address)
+                case Check() as check if checksum is not None:
+                    todo.extend(self._verify(check, checksum))
                 case Check() as check:
                     self._checker.submit(check)
                 case Attach(address, memory):
@@ -242,6 +246,14 @@ class PeerClient(IoThread):
     def _place(self, address: Address, part_id: PartId) -> memoryview | None:
         wanted = self._pulling.landing(address, part_id)
         return self._rows[wanted.row] if wanted is not None else None
+
+    def _verify(self, check: Check, checksum: RunningChecksum) -> list[Instruction]:
+        """A row whose bytes were read as they came: there is next to nothing to do, and no other thread to wait for."""
+        [(wanted, header)] = check.rows
+        row = self._rows[wanted.row]
+        error = find_fault(wanted.key, header, row, self._fingerprint, checksum)
+        self._tell_fault(error)
+        return self._pulling.checked(check.address, wanted.part_id, len(header) + len(row), good=error is None)
 
     def _accept(self, wanted: Wanted, header: Buffer, payload: Buffer) -> bool:
         """Verified first, then copied: from this transport no byte that is not right ever gets into a row."""

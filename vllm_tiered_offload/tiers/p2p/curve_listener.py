@@ -7,14 +7,15 @@ ZeroMQ bounds the size of a part but not the number of a message's parts: a peer
 So only those whose key is on the list get as far as messages, and who has no keys does not listen with ZeroMQ.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import zmq
 
+from vllm_tiered_offload.tiers.block_frame import RunningChecksum
 from vllm_tiered_offload.tiers.p2p.keys import ZAP_DOMAIN, ZAP_ENDPOINT, answer_zap, read_key_file
 from vllm_tiered_offload.tiers.p2p.leases import PeerId
 from vllm_tiered_offload.tiers.p2p.listener import Arrived, Gone, RowToSend
-from vllm_tiered_offload.tiers.p2p.messages import MAX_MESSAGE_BYTES
+from vllm_tiered_offload.tiers.p2p.messages import MAX_MESSAGE_BYTES, Data, encode
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
 from vllm_tiered_offload.tiers.p2p.sockets import endpoint, receive_parts, set_common_options
 
@@ -72,10 +73,16 @@ class CurveListener:
     def say(self, peer: PeerId, message: bytes) -> bool:
         return self._send(peer, [message])
 
-    def send_row(self, peer: PeerId, row: RowToSend) -> bool:
-        sent = self._send(peer, [row.head, row.prove(), row.row])
-        row.done()
-        return sent
+    def send_rows(self, peer: PeerId, request: int, round_: int, rows: Sequence[RowToSend]) -> bool:
+        """One message each: a message is in memory as a whole."""
+        for row in rows:
+            read = RunningChecksum(len(row.row))
+            read.add(row.row)
+            sent = self._send(peer, [encode(Data(request, round_, (row.part,))), row.row, row.prove(read)])
+            row.done()
+            if not sent:
+                return False
+        return True
 
     def _send(self, peer: PeerId, parts: list[bytes | memoryview]) -> bool:
         try:

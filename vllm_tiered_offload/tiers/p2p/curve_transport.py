@@ -14,7 +14,7 @@ from vllm_tiered_offload.tiers.p2p.messages import MAX_MESSAGE_BYTES, Data, Mess
 from vllm_tiered_offload.tiers.p2p.sockets import endpoint, receive_parts, set_common_options
 from vllm_tiered_offload.tiers.p2p.transport import Event, Garbled, Heard, Lost
 
-_DATA_PARTS = 3
+_DATA_PARTS = 3  # the message, one row, its header
 MESSAGES_A_TURN = 32
 
 # Any of these ends the connection. It is never made again behind our back: `Pulling` decides when.
@@ -132,6 +132,9 @@ def _event(address: Address, parts: list[memoryview]) -> Event:
         answer = decode_answer(parts[0])
     except MessageError:
         return Garbled(address)
-    if len(parts) != (_DATA_PARTS if isinstance(answer, Data) else 1):
+    if not isinstance(answer, Data):
+        return Heard(address, answer) if len(parts) == 1 else Garbled(address)
+    if len(parts) != _DATA_PARTS or len(answer.parts) != 1:
         return Garbled(address)
-    return Heard(address, answer, parts[1:])
+    row, header = parts[1:]
+    return Heard(address, answer, [header, row])

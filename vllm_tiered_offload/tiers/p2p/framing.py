@@ -1,7 +1,9 @@
 """Messages on a plain TCP connection: four bytes with the length (little endian), then the message.
 
-Behind Data there are the frame header and the row, whose sizes both ends know from the geometry. Nothing else has a
-length of its own, so what a connection makes us hold is bounded by the largest message that we read from it.
+Behind Data there are the row and the frame header of each of its parts, whose sizes both ends know from the geometry.
+The header comes last, so that either end reads a row for its checksum while it moves it: piece by piece, out of its
+processor's cache. Nothing else has a length of its own, so what a connection makes us hold is bounded by the largest
+message that we read from it.
 """
 
 import contextlib
@@ -9,6 +11,7 @@ import socket
 import struct
 
 LENGTH = struct.Struct("<I")
+PIECE_BYTES = 1 << 20  # of a row, that are moved and read for its checksum at a time
 
 
 def frame(message: bytes) -> bytes:

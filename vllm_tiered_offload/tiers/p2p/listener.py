@@ -1,9 +1,10 @@
 """Where peers reach an owner. Behind it are plain TCP (tcp_listener.py) and CURVE (curve_listener.py)."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from vllm_tiered_offload.tiers.block_frame import RunningChecksum
 from vllm_tiered_offload.tiers.p2p.leases import PeerId
 from vllm_tiered_offload.tiers.p2p.messages import Buffer
 from vllm_tiered_offload.tiers.p2p.serving import UserId
@@ -28,14 +29,15 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class RowToSend:
-    """A row behind what goes in front of it. It may be read while `holds()`, and `done()` is called after that.
+    """A row. It may be read while `holds()`, and `done()` is called after that.
 
-    `prove` makes the header, which reads the row: just before it is sent, so that its bytes are in the cache.
+    `prove` makes the header, which goes behind it, of a checksum that has read it: piece by piece as it is sent, so
+    that its bytes are in the cache.
     """
 
-    head: bytes  # the message
-    prove: Callable[[], bytes]
+    part: int
     row: memoryview
+    prove: Callable[[RunningChecksum], bytes]
     holds: Callable[[], bool]
     done: Callable[[], None]
 
@@ -54,8 +56,8 @@ class Listener(Protocol):
     def say(self, peer: PeerId, message: bytes) -> bool:
         """Send a message; whether there was room for it."""
 
-    def send_row(self, peer: PeerId, row: RowToSend) -> bool:
-        """Send a row; whether there was room for it."""
+    def send_rows(self, peer: PeerId, request: int, round_: int, rows: Sequence[RowToSend]) -> bool:
+        """Send Data with these rows; whether there was room for it."""
 
     def welcome(self, peer: PeerId) -> None:
         """The peer is no stranger any more."""

@@ -3,7 +3,7 @@
     puller                                    owner
     Hello (version, fingerprint, geometry) -> Welcome (epoch), or Refuse and nothing else
     Lookup (request, round, keys)          -> Found (which of the keys are promised, where, and for how long)
-    Fetch (request, round, epoch, parts)   -> one Data a part, each with a frame header and a row behind it
+    Fetch (request, round, epoch, parts)   -> Data, with the rows and their frame headers behind it
     Reading (request, round, epoch, parts) -> Proofs (the frame headers), bit by bit, while the puller reads these rows
                                               out of the owner's memory
     Confirm (request, round, epoch, parts) -> Confirmed, if the promise held until now; never before their Proofs
@@ -11,10 +11,10 @@
     Ping (number)                          -> Pong (the same number), from the thread that serves
                                               Refuse (request, round, reason) instead of any answer
 
-A message is one MessagePack array: its tag, then its fields. Only Data has something behind it: the header of
-tiers/block_frame.py, and the row. An owner whose memory can be read says so in its Welcome; then Reading and Confirm
-take the place of Fetch, if the puller likes. (request, round) is the puller's own numbering; a round is one question,
-and rounds of one request have nothing to do with each other.
+A message is one MessagePack array: its tag, then its fields. Only Data has something behind it: of each of its parts
+the row and the header of tiers/block_frame.py. An owner whose memory can be read says so in its Welcome; then Reading
+and Confirm take the place of Fetch, if the puller likes. (request, round) is the puller's own numbering; a round is one
+question, and rounds of one request have nothing to do with each other.
 
 Every message is bounded in size and in the number of what it holds, and read strictly: `decode` gives a message of
 these types with values within these bounds, or raises MessageError and nothing else, whatever the bytes are.
@@ -133,11 +133,11 @@ class Fetch(_Message, tag="fetch", frozen=True):
 
 
 class Data(_Message, tag="data", frozen=True):
-    """One part. The frame header and the row follow."""
+    """These parts. Of each, the row and its frame header follow."""
 
     request: _Number
     round: _Number
-    part: _Part
+    parts: _Parts
 
 
 class Reading(_Message, tag="reading", frozen=True):

@@ -14,13 +14,13 @@ from functools import partial
 import zmq
 
 from vllm_tiered_offload.contract.seams import Clock, monotonic
-from vllm_tiered_offload.tiers.block_frame import encode_header
+from vllm_tiered_offload.tiers.block_frame import RunningChecksum, encode_header, encode_header_of
 from vllm_tiered_offload.tiers.p2p.bounded_log import BoundedLog
 from vllm_tiered_offload.tiers.p2p.curve_listener import CurveListener
 from vllm_tiered_offload.tiers.p2p.io_thread import IoThread
 from vllm_tiered_offload.tiers.p2p.leases import PeerId, PromisedRow, Promises
 from vllm_tiered_offload.tiers.p2p.listener import Arrived, Listener, RowToSend
-from vllm_tiered_offload.tiers.p2p.messages import MAX_PARTS, Confirmed, Data, Proofs, Reason, Welcome, encode
+from vllm_tiered_offload.tiers.p2p.messages import MAX_PARTS, Confirmed, Proofs, Reason, Welcome, encode
 from vllm_tiered_offload.tiers.p2p.nixl_agent import PAUSE_SECONDS, Agent, NixlError, why_not_nixl
 from vllm_tiered_offload.tiers.p2p.serving import ConfirmParts, Owner, SendRows
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
@@ -182,7 +182,8 @@ class PeerServer(IoThread):
             case None:
                 return
             case SendRows():
-                sent = all(listener.send_row(peer, self._row_to_send(serving, peer, reply, row)) for row in reply.rows)
+                rows = [self._row_to_send(serving, peer, reply, row) for row in reply.rows]
+                sent = listener.send_rows(peer, reply.request, reply.round, rows)
             case ConfirmParts(request, round_, rows, parts):
                 sent = not rows or listener.say(peer, self._proofs(request, round_, rows))
                 sent = sent and listener.say(peer, encode(Confirmed(request, round_, parts)))
@@ -227,12 +228,11 @@ class PeerServer(IoThread):
         listener.drop(peer)
 
     def _row_to_send(self, serving: _Serving, peer: PeerId, reply: SendRows, row: PromisedRow) -> RowToSend:
-        """One Data, with the frame that proves its bytes."""
         promises, round_id = serving.owner.promises, (peer, reply.request, reply.round)
         return RowToSend(
-            encode(Data(reply.request, reply.round, row.part)),
-            partial(self._prove, row),
+            row.part,
             serving.rows[row.row],
+            partial(self._prove, row),
             promises.holder(*round_id),
             partial(promises.done, *round_id, [row.part]),
         )
@@ -241,10 +241,14 @@ class PeerServer(IoThread):
         parts = tuple(row.part for row in rows)
         return encode(Proofs(request, round_, parts, tuple(self._prove(row) for row in rows)))
 
-    def _prove(self, row: PromisedRow) -> bytes:
+    def _prove(self, row: PromisedRow, read: RunningChecksum | None = None) -> bytes:
+        """The header of a row, which was `read` already, or is now."""
         assert self._serving is not None
-        payload = self._serving.rows[row.row]
-        header = encode_header(row.key, payload, self._serving.owner.own.fingerprint)
+        payload, fingerprint = self._serving.rows[row.row], self._serving.owner.own.fingerprint
+        if read is not None:
+            header = encode_header_of(row.key, read, fingerprint)
+        else:
+            header = encode_header(row.key, payload, fingerprint)
         self._counters["p2p_served_rows_total"] += 1
         self._counters["p2p_served_bytes_total"] += len(header) + len(payload)
         return header

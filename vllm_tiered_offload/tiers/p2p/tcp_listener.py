@@ -7,17 +7,18 @@ welcomed, and STRANGER_BYTES of anybody else; strangers have STRANGER_SECONDS to
 
 import socket
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 import zmq
 
 from vllm_tiered_offload.contract.seams import Clock
-from vllm_tiered_offload.tiers.p2p.framing import LENGTH, frame, set_options
+from vllm_tiered_offload.tiers.block_frame import RunningChecksum
+from vllm_tiered_offload.tiers.p2p.framing import LENGTH, PIECE_BYTES, frame, set_options
 from vllm_tiered_offload.tiers.p2p.leases import PeerId
 from vllm_tiered_offload.tiers.p2p.listener import Arrived, Gone, RowToSend
-from vllm_tiered_offload.tiers.p2p.messages import MAX_MESSAGE_BYTES
+from vllm_tiered_offload.tiers.p2p.messages import MAX_MESSAGE_BYTES, Data, encode
 
 MAX_CONNECTIONS = 192
 STRANGER_BYTES = 16 << 10
@@ -25,36 +26,63 @@ STRANGER_SECONDS = 2.0
 STALL_SECONDS = 5.0
 RECEIVE_BYTES = 64 << 10
 BYTES_A_TURN = 4 << 20  # sent to one peer before others have theirs
-MAX_UNSENT_CHUNKS = 256  # to one peer: messages and rows, none of them larger than a message or a row
+MAX_UNSENT = 256  # messages and rows to one peer, none of them larger than a message or a row
 MAX_UNSENT_BYTES = 8 << 20  # rows not counted: they are where they are
 
 
 @dataclass(slots=True)
-class _Chunk:
-    """Bytes to send: those of a message, or of a row, which is proved when its turn comes."""
+class _Message:
+    """A message on its way."""
 
-    views: list[memoryview]  # what is left; of a row, once its turn has come
-    row: RowToSend | None = None
+    left: memoryview
 
-    def begin(self) -> bool:
-        """Before anything is read; whether it may be."""
-        if self.row is None:
-            return True
-        if not self.row.holds():
-            return False
-        if not self.views:
-            self.views = [memoryview(frame(self.row.head) + self.row.prove()), self.row.row]
+    def may_be_read(self) -> bool:
         return True
+
+    def next_bytes(self) -> list[memoryview]:
+        return [self.left]
 
     def advance(self, sent: int) -> bool:
         """So many bytes went; whether all have gone."""
-        while self.views and sent >= len(self.views[0]):
-            sent -= len(self.views.pop(0))
-        if self.views:
-            self.views[0] = self.views[0][sent:]
-        elif self.row is not None:
-            self.row.done()
-        return not self.views
+        self.left = self.left[sent:]
+        return not self.left
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row on its way, and its header behind it. Each piece is read for its checksum just before it is sent."""
+
+    to_send: RowToSend
+    read: RunningChecksum | None = None  # once its turn has come
+    sent: int = 0  # of the row's bytes
+    header: memoryview | None = None  # what is left of it, once the row has been read
+
+    def may_be_read(self) -> bool:
+        return self.to_send.holds()
+
+    def next_bytes(self) -> list[memoryview]:
+        row = self.to_send.row
+        if self.read is None:
+            self.read = RunningChecksum(len(row))
+        if self.sent == self.read.done < len(row):
+            self.read.add(row[self.sent : self.sent + PIECE_BYTES])
+        if self.header is None and self.read.done == len(row):
+            self.header = memoryview(self.to_send.prove(self.read))
+        rest = row[self.sent : self.read.done]
+        return [view for view in (rest, self.header) if view]
+
+    def advance(self, sent: int) -> bool:
+        """So many bytes went; whether all have gone."""
+        assert self.read is not None
+        of_row = min(sent, self.read.done - self.sent)
+        self.sent += of_row
+        if self.header is None:
+            return False
+        self.header = self.header[sent - of_row :]
+        if self.header:
+            return False
+        self.to_send.done()
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +93,7 @@ class _Connection:
     welcomed: bool = False
     closed: bool = False
     received: bytearray = field(default_factory=bytearray)
-    unsent: deque[_Chunk] = field(default_factory=deque)
+    unsent: deque[_Message | _Row] = field(default_factory=deque)
     unsent_bytes: int = 0  # rows not counted
 
     @property
@@ -199,20 +227,21 @@ class TcpListener:
     # ---- what goes ---------------------------------------------------------------------------------------------
 
     def say(self, peer: PeerId, message: bytes) -> bool:
-        return self._queue(peer, _Chunk([memoryview(frame(message))]), len(message))
+        return self._queue(peer, message, [])
 
-    def send_row(self, peer: PeerId, row: RowToSend) -> bool:
-        return self._queue(peer, _Chunk([], row), len(row.head))
+    def send_rows(self, peer: PeerId, request: int, round_: int, rows: Sequence[RowToSend]) -> bool:
+        return self._queue(peer, encode(Data(request, round_, tuple(row.part for row in rows))), rows)
 
-    def _queue(self, peer: PeerId, chunk: _Chunk, num_bytes: int) -> bool:
+    def _queue(self, peer: PeerId, message: bytes, rows: Sequence[RowToSend]) -> bool:
         connection = self._by_peer.get(peer)
         if connection is None:
             return True  # it will be told as gone
-        connection.unsent_bytes += num_bytes
-        if len(connection.unsent) >= MAX_UNSENT_CHUNKS or connection.unsent_bytes > MAX_UNSENT_BYTES:
+        connection.unsent_bytes += len(message)
+        if len(connection.unsent) + len(rows) >= MAX_UNSENT or connection.unsent_bytes > MAX_UNSENT_BYTES:
             return False
         was_idle = not connection.unsent
-        connection.unsent.append(chunk)
+        connection.unsent.append(_Message(memoryview(frame(message))))
+        connection.unsent.extend(map(_Row, rows))
         if was_idle:
             self._send(connection)
         return True
@@ -221,19 +250,19 @@ class TcpListener:
         """As much as goes. What is over is told to whoever sent it."""
         budget, unsent = BYTES_A_TURN, connection.unsent
         while unsent and budget > 0:
-            chunk = unsent[0]
-            if not chunk.begin():
+            first = unsent[0]
+            if not first.may_be_read():
                 self._end(connection, stuck=True)
                 return
             try:
-                sent = connection.sock.sendmsg(chunk.views)
+                sent = connection.sock.sendmsg(first.next_bytes())
             except BlockingIOError:
                 break
             except OSError:
                 self._end(connection)
                 return
             budget -= sent
-            if chunk.advance(sent):
+            if first.advance(sent):
                 unsent.popleft()
         if not unsent:
             connection.unsent_bytes = 0

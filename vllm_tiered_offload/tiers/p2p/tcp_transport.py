@@ -14,15 +14,17 @@ from typing import NamedTuple
 
 import zmq
 
-from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
-from vllm_tiered_offload.tiers.p2p.framing import LENGTH, frame, set_options
+from vllm_tiered_offload.contract.seams import Clock, monotonic
+from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES, RunningChecksum
+from vllm_tiered_offload.tiers.p2p.framing import LENGTH, PIECE_BYTES, frame, set_options
 from vllm_tiered_offload.tiers.p2p.instructions import Address
 from vllm_tiered_offload.tiers.p2p.messages import MAX_MESSAGE_BYTES, Data, MessageError, decode_answer
 from vllm_tiered_offload.tiers.p2p.transport import Event, Garbled, Heard, Lost, Moving, PlaceRow
 
 CONNECT_SECONDS = 2.0
 BYTES_A_TURN = 4 << 20  # of one connection, before others have theirs
-WAKE_BYTES = 256 << 10
+WAKE_SECONDS = 0.02  # between two looks at rows that come, while no more than WAKE_BYTES do
+WAKE_BYTES = 4 << 20
 MAX_UNSENT = 4 << 20  # bytes said to a peer that does not take them
 
 
@@ -31,30 +33,80 @@ class _Dialled(NamedTuple):
     sock: socket.socket | None  # None: it could not be made
 
 
+class _Bytes:
+    """Bytes to come that are a message, or the length of one."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer = memoryview(bytearray(size))
+        self.left = size
+
+    def room(self) -> list[memoryview]:
+        """Where the next bytes go."""
+        return [self.buffer[len(self.buffer) - self.left :]]
+
+    def advance(self, count: int) -> None:
+        """So many bytes have come."""
+        self.left -= count
+
+
+class _Landing:
+    """One part of Data to come: its row, which is read for its checksum as it comes, and its header."""
+
+    def __init__(self, part: int, row: memoryview | None, unwanted: memoryview) -> None:
+        self.part = part
+        self.row = unwanted if row is None else row
+        self.header = memoryview(bytearray(HEADER_BYTES))
+        self.left = len(self.row) + HEADER_BYTES
+        self.checksum = None if row is None else RunningChecksum(len(row))
+
+    @property
+    def _of_row(self) -> int:
+        """Bytes of the row that are there."""
+        return min(len(self.row), len(self.row) + HEADER_BYTES - self.left)
+
+    def room(self) -> list[memoryview]:
+        """Where the next bytes go: a piece of the row, with the header if that is the last one."""
+        start = self._of_row
+        if len(self.row) - start > PIECE_BYTES:
+            return [self.row[start : start + PIECE_BYTES]]
+        header = self.header[HEADER_BYTES - min(self.left, HEADER_BYTES) :]
+        return [self.row[start:], header] if start < len(self.row) else [header]
+
+    def advance(self, count: int) -> None:
+        """So many bytes have come."""
+        start = self._of_row
+        self.left -= count
+        if self.checksum is not None and self._of_row > start:
+            self.checksum.add(self.row[start : self._of_row])
+
+
 @dataclass(slots=True, eq=False)
 class _Connection:
     address: Address
     sock: socket.socket | None = None  # None while it is being made
     dropped: bool = False
     unsent: bytearray = field(default_factory=bytearray)
-    # What is being received, of what it is the next part, and how much of that is there.
-    buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(LENGTH.size)))
-    filled: int = 0
+    # What is being received, and what to do when it is there.
+    coming: _Bytes | _Landing = field(default_factory=lambda: _Bytes(LENGTH.size))
     step: Callable[["_Connection"], Event | None] | None = None
+    # The last Data whose rows have not all come, and its parts that are behind what is being received.
     data: Data | None = None
-    header: memoryview | None = None
+    parts: deque[int] = field(default_factory=deque)
     enough: int = 1  # bytes that have to be there to wake us
-    wanted: bool = False  # `buffer` is the row of `data`
+    looked: float = 0.0  # when we did so last (clock)
 
-    def expect(self, buffer: memoryview, step: Callable[["_Connection"], Event | None]) -> None:
-        self.buffer, self.filled, self.step = buffer, 0, step
+    def expect(self, coming: _Bytes | _Landing, step: Callable[["_Connection"], Event | None]) -> None:
+        self.coming, self.step = coming, step
 
 
 class TcpTransport:
     """A connection to each peer. `ring` wakes the thread that owns this; `place` says where a row goes."""
 
-    def __init__(self, poller: zmq.Poller, row_bytes: int, place: PlaceRow, ring: Callable[[], None]) -> None:
+    def __init__(
+        self, poller: zmq.Poller, row_bytes: int, place: PlaceRow, ring: Callable[[], None], clock: Clock = monotonic
+    ) -> None:
         self._poller = poller
+        self._clock = clock
         self._place = place
         self._ring = ring
         # The connection of each peer, made or being made.
@@ -102,6 +154,7 @@ class TcpTransport:
             pass
         except OSError:
             return False
+        self._wait_for(connection, to, 1)  # who was asked something shows by the next byte that it is alive
         self._poller.register(to.fileno(), zmq.POLLIN | (zmq.POLLOUT if connection.unsent else 0))
         return True
 
@@ -130,7 +183,7 @@ class TcpTransport:
         budget = BYTES_A_TURN
         while budget > 0 and not connection.dropped:
             try:
-                count = source.recv_into(connection.buffer[connection.filled :])
+                count = source.recvmsg_into(connection.coming.room())[0]
             except BlockingIOError:
                 break
             except OSError:
@@ -139,20 +192,30 @@ class TcpTransport:
                 yield Lost(connection.address)
                 return
             budget -= count
-            connection.filled += count
-            if connection.filled == len(connection.buffer) and connection.step is not None:
+            connection.coming.advance(count)
+            if not connection.coming.left and connection.step is not None:
                 event = connection.step(connection)
                 if event is not None:
                     yield event
         if connection.dropped:
             return
-        self._wait_for_enough(connection, source)
-        if connection.data is not None:
+        self._wait_for(connection, source, self._enough(connection, BYTES_A_TURN - budget))
+        if isinstance(connection.coming, _Landing):
             yield Moving(connection.address)
 
-    def _wait_for_enough(self, connection: _Connection, source: socket.socket) -> None:
-        """Of a row, more than the next packet: waking up for each costs more than the copy."""
-        enough = min(len(connection.buffer) - connection.filled, WAKE_BYTES)
+    def _enough(self, connection: _Connection, received: int) -> int:
+        """Bytes that are worth waking up for: of rows, what comes in WAKE_SECONDS at the pace of the last turn.
+
+        Each wake-up costs more than the next packet's copy. Where the owner is on this machine it also takes the
+        processor from the owner's thread, which then has to wait until everybody else had it.
+        """
+        now = self._clock()
+        pace, connection.looked = received / max(now - connection.looked, 1e-6), now
+        behind = len(connection.parts) * (len(self._unwanted) + HEADER_BYTES)
+        worthwhile = min(connection.coming.left + behind, WAKE_BYTES, int(pace * WAKE_SECONDS))
+        return max(worthwhile, min(connection.coming.left, WAKE_BYTES // 16))
+
+    def _wait_for(self, connection: _Connection, source: socket.socket, enough: int) -> None:
         if enough != connection.enough:
             connection.enough = enough
             source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
@@ -160,42 +223,48 @@ class TcpTransport:
     # ---- what comes, part by part ------------------------------------------------------------------------------
 
     def _expect_length(self, connection: _Connection) -> None:
-        connection.data = connection.header = None
-        connection.expect(memoryview(bytearray(LENGTH.size)), self._on_length)
+        connection.data = None
+        connection.expect(_Bytes(LENGTH.size), self._on_length)
 
     def _on_length(self, connection: _Connection) -> Event | None:
-        [length] = LENGTH.unpack(connection.buffer)
+        assert isinstance(connection.coming, _Bytes)
+        [length] = LENGTH.unpack(connection.coming.buffer)
         if not 0 < length <= MAX_MESSAGE_BYTES:
             return Garbled(connection.address)
-        connection.expect(memoryview(bytearray(length)), self._on_message)
+        connection.expect(_Bytes(length), self._on_message)
         return None
 
     def _on_message(self, connection: _Connection) -> Event | None:
+        assert isinstance(connection.coming, _Bytes)
         try:
-            answer = decode_answer(connection.buffer)
+            answer = decode_answer(connection.coming.buffer)
         except MessageError:
             return Garbled(connection.address)
         if isinstance(answer, Data):
             connection.data = answer
-            connection.expect(memoryview(bytearray(HEADER_BYTES)), self._on_header)
+            connection.parts.extend(answer.parts)
+            self._expect_row(connection, answer)
             return None
         self._expect_length(connection)
         return Heard(connection.address, answer)
 
-    def _on_header(self, connection: _Connection) -> None:
-        data = connection.data
-        assert data is not None
-        connection.header = connection.buffer
-        row = self._place(connection.address, (data.request, data.round, data.part))
-        connection.wanted = row is not None
-        connection.expect(row if row is not None else self._unwanted, self._on_row)
+    def _expect_row(self, connection: _Connection, data: Data) -> None:
+        part = connection.parts.popleft()
+        row = self._place(connection.address, (data.request, data.round, part))
+        connection.expect(_Landing(part, row, self._unwanted), self._on_row)
 
     def _on_row(self, connection: _Connection) -> Event | None:
-        data, header = connection.data, connection.header
+        data, came = connection.data, connection.coming
         assert data is not None
-        assert header is not None
-        self._expect_length(connection)
-        return Heard(connection.address, data, [header]) if connection.wanted else None
+        assert isinstance(came, _Landing)
+        if connection.parts:
+            self._expect_row(connection, data)
+        else:
+            self._expect_length(connection)
+        if came.checksum is None:
+            return None
+        one = Data(data.request, data.round, (came.part,))
+        return Heard(connection.address, one, [came.header], came.checksum)
 
     def close(self) -> None:
         for address in list(self._connections):

@@ -148,7 +148,8 @@ class Transfers:
 
     def on_data(self, peer: Peer, data: Data, header: Buffer, payload: Buffer | None) -> None:
         """The part is there: in `payload`, or in its row already, where `landing` had a row for it."""
-        row = peer.owed.get((data.request, data.round, data.part))
+        [part] = data.parts  # transports tell of one at a time
+        row = peer.owed.get((data.request, data.round, part))
         if row is None or row.is_read or (payload is None) != (row.state is RowState.LANDING):
             return
         if payload is not None:

@@ -4,17 +4,23 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from vllm_tiered_offload.tiers.block_frame import RunningChecksum
 from vllm_tiered_offload.tiers.p2p.instructions import Address, PartId
 from vllm_tiered_offload.tiers.p2p.messages import Answer, Buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A message of a peer. Behind Data: its header, and its payload unless that is in the row that it belongs to."""
+    """A message of a peer. Data is told part by part.
+
+    Behind it: its header, and its payload unless that is in the row that it belongs to. In that case it was read as it
+    came, for its `checksum`.
+    """
 
     address: Address
     answer: Answer
     behind: Sequence[Buffer] = ()
+    checksum: RunningChecksum | None = None
 
 
 @dataclass(frozen=True, slots=True)
