@@ -5,7 +5,10 @@
     two_engines.py pull      --url URL --answers FILE --owner PID --json FILE    engine B; --owner is A's process group
 
 Each prompt is sent alone and in the same state of the cache in every run, so "equal" may mean equal to the last bit of
-every log-probability: what B pulls is compared with the reference's device hit, which computes the same tail.
+every log-probability: what B pulls is compared with the reference's device hit, which computes the same tail. A prompt
+that did not come whole fails the run. It is compared only where the reference has an answer with the same split, all of
+it computed; with another one even a plain engine's answers differ from its own, because bfloat16 rounds by the shape of
+a batch.
 """
 
 import argparse
@@ -15,12 +18,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from host_memory import ANSWER_TOKENS, ask, ask_twice, conversation, differences, progress, ttft
+from host_memory import ANSWER_TOKENS, ask, ask_twice, conversation, difference, differences, progress, ttft
 from http_client import Answer, Metrics, Server
 
 TOKENS, SHORT_TOKENS = 2900, 600
@@ -28,7 +30,7 @@ BLOCK_TOKENS, KV_BYTES_PER_TOKEN = 32, 23040
 PULLED = range(6)
 """Conversations that A has. As in each of these lists, the first one is the warm-up where times are taken."""
 COLD = range(100, 106)  # that nobody has
-UNDER_FIRE = range(200, 203)  # that A has; A is killed while B pulls one of them
+UNDER_FIRE = range(200, 204)  # that A has; A is killed while B pulls one of them
 AFTERWARDS = range(300, 305)  # short ones that only A had
 
 PULLED_BYTES = "vllm:tiered_offload_tier_bytes_total"
@@ -38,7 +40,7 @@ def main() -> int:
     args = parse_args()
     server = Server(args.url, args.model)
     if args.run == "reference":
-        args.answers.write_text(json.dumps({"device": told(hits(server)), "cold": told(computed(server))}))
+        args.answers.write_text(json.dumps(reference(server)))
         return 0
     if args.run == "seed":
         ask(server, [*prompts(server, PULLED), *prompts(server, UNDER_FIRE), *afterwards(server)], "A computes")
@@ -65,35 +67,43 @@ def afterwards(server: Server) -> list[list[int]]:
     return [conversation(server, number, SHORT_TOKENS) for number in AFTERWARDS]
 
 
-def hits(server: Server) -> list[Answer]:
-    return [device for _, device in ask_twice(server, prompts(server, PULLED))]
+def whole(prompt: list[int]) -> int:
+    """Tokens of it that can be pulled: its full blocks, without the last token."""
+    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def computed(server: Server) -> list[Answer]:
-    return ask(server, [*prompts(server, COLD), *prompts(server, UNDER_FIRE), *afterwards(server)], "cold")
+# ---- the reference -------------------------------------------------------------------------------------------------
 
 
-def told(answers: list[Answer]) -> list[dict[str, Any]]:
-    return [asdict(answer) for answer in answers]
+def reference(server: Server) -> dict[str, list[dict[str, Any]]]:
+    """Answers by what they are for. The first two and the fourth have one that is all computed and a device hit's."""
+    computed, hits = zip(*ask_twice(server, prompts(server, PULLED)), strict=True)
+    cold = ask(server, prompts(server, COLD), "cold")
+    fire, fire_hits = zip(*ask_twice(server, prompts(server, UNDER_FIRE)), strict=True)
+    after = ask(server, afterwards(server), "cold")
+    named = {"computed": computed, "hits": hits, "cold": cold, "fire": fire, "fire hits": fire_hits, "after": after}
+    return {name: [asdict(answer) for answer in answers] for name, answers in named.items()}
 
 
 # ---- engine B ------------------------------------------------------------------------------------------------------
 
 
 def pull(server: Server, args: argparse.Namespace) -> int:
-    reference = {name: [Answer(**one) for one in all_] for name, all_ in json.loads(args.answers.read_text()).items()}
-    wanted_cold, wanted_fire, wanted_after = split(reference["cold"], len(COLD), len(UNDER_FIRE))
+    wanted = {name: [Answer(**one) for one in all_] for name, all_ in json.loads(args.answers.read_text()).items()}
 
     cold = ask(server, prompts(server, COLD), "computed")
     before = server.settled_metrics()
-    pulled = ask(server, prompts(server, PULLED), "pulled")
+    pulled, tokens = ask_one_by_one(server, prompts(server, PULLED))
     after = server.settled_metrics()
-    problems = transfer_problems(before, after, sum(len(p) // BLOCK_TOKENS for p in prompts(server, PULLED)))
-    unequal = [
-        *differences("computed", cold, wanted_cold),
-        *differences("pulled", pulled, reference["device"]),
-    ]
-    lived_on = survive(server, args.owner, wanted_fire, wanted_after)
+    problems = transfer_problems(before, after, sum(whole(prompt) for prompt in prompts(server, PULLED)))
+    unequal = differences("computed", cold, wanted["cold"])
+    for number, (prompt, answer) in enumerate(zip(prompts(server, PULLED), pulled, strict=True)):
+        same_split = {whole(prompt): wanted["hits"], 0: wanted["computed"]}.get(tokens[number])
+        if same_split is None:
+            unequal.append(f"pulled, conversation {number}: not compared, only {tokens[number]:,} tokens came")
+        elif answer.content() != same_split[number].content():
+            unequal.append(f"pulled, conversation {number}: {difference(answer, same_split[number])}")
+    lived_on = survive(server, args.owner, wanted)
     times = {"cold": ttft(cold), "pulled": ttft(pulled)}
     result = {
         "outputs_equal": not unequal,
@@ -111,13 +121,15 @@ def pull(server: Server, args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def split(answers: list[Answer], *lengths: int) -> Iterator[list[Answer]]:
-    """Lists of these lengths, and the rest."""
-    start = 0
-    for length in lengths:
-        yield answers[start : start + length]
-        start += length
-    yield answers[start:]
+def ask_one_by_one(server: Server, prompts: list[list[int]]) -> tuple[list[Answer], list[int]]:
+    """Answers, and how many tokens of each prompt were pulled."""
+    answers, tokens = [], []
+    for number, prompt in enumerate(prompts):
+        before = server.settled_metrics()
+        answers.append(server.complete(prompt, ANSWER_TOKENS))
+        tokens.append(pulled_tokens(before, server.settled_metrics()))
+        progress(number, prompt, f"pulled {answers[-1].ttft_ms:6,.0f} ms")
+    return answers, tokens
 
 
 def pulled_tokens(before: Metrics, after: Metrics) -> int:
@@ -128,10 +140,10 @@ def pulled_bytes(metrics: Metrics) -> float:
     return metrics.total(PULLED_BYTES, tier="p2p", direction="load")
 
 
-def transfer_problems(before: Metrics, after: Metrics, blocks: int) -> list[str]:
+def transfer_problems(before: Metrics, after: Metrics, wanted: int) -> list[str]:
     """What the counters of /metrics do not agree on. The tier's bytes are the rows', and a frame of each."""
     problems = []
-    tokens, wanted = pulled_tokens(before, after), blocks * BLOCK_TOKENS
+    tokens = pulled_tokens(before, after)
     if tokens != wanted:
         problems.append(f"{tokens:,} tokens were pulled, {wanted:,} should have been")
     moved, rows = pulled_bytes(after) - pulled_bytes(before), tokens * KV_BYTES_PER_TOKEN
@@ -143,12 +155,17 @@ def transfer_problems(before: Metrics, after: Metrics, blocks: int) -> list[str]
 # ---- the kill ------------------------------------------------------------------------------------------------------
 
 
-def survive(server: Server, owner: int, wanted_fire: list[Answer], wanted_after: list[Answer]) -> list[str]:
-    """Kill A in the middle of a pull; what was wrong with that request and five more."""
-    whole = TOKENS // BLOCK_TOKENS * BLOCK_TOKENS * KV_BYTES_PER_TOKEN
-    for prompt, want in zip(prompts(server, UNDER_FIRE), wanted_fire, strict=True):
-        before = server.settled_metrics()
-        answer, killed = killing(server, owner, prompt, pulled_bytes(before), whole)
+def survive(server: Server, owner: int, wanted: dict[str, list[Answer]]) -> list[str]:
+    """Kill A in the middle of a pull; what was wrong with that request and five more.
+
+    A part of it is pulled and the rest computed, as nothing in the reference was. So only a prompt will do to which the
+    reference says the same however much of it was computed.
+    """
+    for prompt, want, hit in zip(prompts(server, UNDER_FIRE), wanted["fire"], wanted["fire hits"], strict=True):
+        if want.text != hit.text:
+            continue
+        before, all_of_it = server.settled_metrics(), whole(prompt) * KV_BYTES_PER_TOKEN
+        answer, killed = killing(server, owner, prompt, pulled_bytes(before), all_of_it)
         if answer.text != want.text:
             return [f"the request whose peer died said {answer.text!r}, the reference {want.text!r}"]
         if killed:
@@ -156,12 +173,12 @@ def survive(server: Server, owner: int, wanted_fire: list[Answer], wanted_after:
     else:
         return [f"A was never caught in the middle of a pull, in {len(UNDER_FIRE)} tries"]
     moved = pulled_bytes(server.settled_metrics()) - pulled_bytes(before)
-    print(f"  A was killed in the middle of a pull: {moved / 2**20:,.1f} of {whole / 2**20:,.1f} MiB had come")
-    problems = [] if 0 < moved < whole else [f"{moved:,.0f} bytes had come, and 1 to {whole - 1:,} are a middle"]
-    return problems + differences("after the kill", ask(server, afterwards(server), "A is gone"), wanted_after)
+    print(f"  A was killed in the middle of a pull: {moved / 2**20:,.1f} of {all_of_it / 2**20:,.1f} MiB had come")
+    problems = [] if 0 < moved < all_of_it else [f"{moved:,.0f} bytes had come, 1 to {all_of_it - 1:,} are a middle"]
+    return problems + differences("after the kill", ask(server, afterwards(server), "A is gone"), wanted["after"])
 
 
-def killing(server: Server, owner: int, prompt: list[int], before: float, whole: int) -> tuple[Answer, bool]:
+def killing(server: Server, owner: int, prompt: list[int], before: float, all_of_it: int) -> tuple[Answer, bool]:
     """The answer to a prompt that A has, and whether A was killed while B pulled it.
 
     A is stopped at the first bytes. If all have come by then it goes on, and the next prompt gets its chance.
@@ -173,7 +190,7 @@ def killing(server: Server, owner: int, prompt: list[int], before: float, whole:
     while asking.is_alive() and pulled_bytes(watcher.metrics()) == before:
         time.sleep(0.001)
     os.killpg(owner, signal.SIGSTOP)
-    is_middle = 0 < pulled_bytes(watcher.metrics()) - before < whole
+    is_middle = 0 < pulled_bytes(watcher.metrics()) - before < all_of_it
     os.killpg(owner, signal.SIGKILL if is_middle else signal.SIGCONT)
     asking.join()
     progress(1, prompt, "A was killed" if is_middle else f"came too fast ({answers[0].ttft_ms:,.0f} ms): once more")

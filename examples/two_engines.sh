@@ -7,8 +7,8 @@
 #
 # A reference engine without the connector answers first. Then A answers prompts of 2,900 tokens, and B is asked the same
 # ones, and others that nobody has. Exit 0 means that every answer was equal to the reference (log-probabilities too,
-# but for the request whose peer was killed under it: it computes in a batch of another shape), that tokens were really
-# pulled, and that B went on when A was gone.
+# but for the request whose peer was killed under it: it computes in a batch of another shape), that every prompt came
+# whole, and that B went on when A was gone.
 # The result is the last line and in build/two_engines.json, the engines' output in build/two_engines.*.log.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -11,7 +11,7 @@ import pytest
 
 from .checks import served_well
 from .engine import CONNECTOR, Engine, free_port
-from .workload import ANSWER_TOKENS, BLOCK, SMALL_DEVICE_CACHE, Answers, contents, conversations, prompt
+from .workload import ANSWER_TOKENS, BLOCK, SMALL_DEVICE_CACHE, Answers, contents, conversations, prompt, push_out
 
 LEFT = 1  # the last conversation is asked for only when its owner is gone
 
@@ -91,6 +91,24 @@ def test_a_decode_engine_pulls_what_a_prefill_engine_has_just_computed(
     assert sum(here) == (len(asked) - 1) // BLOCK * BLOCK
     assert here[2] >= 1500 // BLOCK * BLOCK
     assert answer.content() == prefill.complete(asked, ANSWER_TOKENS).content()
+
+
+def test_a_prompt_that_comes_in_part_is_answered_as_with_the_same_part_of_its_own(
+    puller: Engine, owner: tuple[Engine, int]
+) -> None:
+    """The rest is computed in a batch of another shape than the whole prompt was, and bfloat16 rounds by that: so the
+    answer is compared with the owner's, whose own memory gives it just as many tokens."""
+    one, part = prompt(88, 1500), 20 * BLOCK
+    limit = {"max_load_tokens": part}
+    source, server = owner[0].server(), puller.server()
+    source.complete(one, 1)
+    push_out(source, seed=3)
+    wanted = source.complete(one, ANSWER_TOKENS, kv_transfer_params=limit)
+    before = server.settled_metrics()
+    answer = server.complete(one, ANSWER_TOKENS, kv_transfer_params=limit)
+    after = server.settled_metrics()
+    assert after.cached_tokens("p2p") - before.cached_tokens("p2p") == part
+    assert answer.content() == wanted.content()
 
 
 def test_an_engine_outlives_its_peer(puller: Engine, owner: tuple[Engine, int], wanted: Answers) -> None:
