@@ -182,8 +182,8 @@ class PeerServer(IoThread):
             case None:
                 return
             case SendRows():
-                rows = [self._row_to_send(serving, peer, reply, row) for row in reply.rows]
-                sent = listener.send_rows(peer, reply.request, reply.round, rows)
+                to_send = [self._row_to_send(serving, peer, reply, row) for row in reply.rows]
+                sent = listener.send_rows(peer, reply.request, reply.round, to_send)
             case ConfirmParts(request, round_, rows, parts):
                 sent = not rows or listener.say(peer, self._proofs(request, round_, rows))
                 sent = sent and listener.say(peer, encode(Confirmed(request, round_, parts)))
