@@ -124,7 +124,7 @@ def test_blocks_that_leave_the_window_stay_while_a_store_reads_them(simulate: An
 def test_case_42_failed_loads_with_groups(simulate: Any, groups: tuple[SimGroup, ...], policy: str, ranks: int) -> None:
     """A receive that fails on one rank ends in that request's own recomputation; another one's load is left alone.
 
-    Invalid block ids would kill the engine here. Fails when a job ends with its first rank.
+    Invalid block ids would kill the engine here. Fails when every receive of a step counts as failed.
     """
     sim = simulate(num_blocks=120, groups=groups, load_failure_policy=policy, ranks=ranks)
     first = [run_one(sim, tokens(49, seed), 4) for seed in (0, 1)]
@@ -134,7 +134,7 @@ def test_case_42_failed_loads_with_groups(simulate: Any, groups: tuple[SimGroup,
     step_until(sim, lambda: sum(kind == "load" for kind, _ in sim.jobs) == 2)
     sim.copies.faults = 1
     sim.run_copies(1)
-    sim.copies.faults = 0
+    sim.step()
     sim.release_copies()
     sim.run_until_idle()
     assert sim.story.counts["fault"] == 1

@@ -67,7 +67,7 @@ def test_replicas_have_regions_of_their_own(close: ExitStack) -> None:
 def test_ranks_on_several_hosts_are_refused_with_the_reason(close: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 50, where vLLM's own sizes do not tell. Nobody waits for anybody, and no region is made.
 
-    Fails when rank 0 alone is asked where it is.
+    Fails when nobody compares where the ranks are.
     """
     hosts = iter(["a", "b"])
     monkeypatch.setattr(worker_half, "_host_identity", lambda: next(hosts))
