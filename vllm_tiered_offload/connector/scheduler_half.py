@@ -19,6 +19,7 @@ from vllm_tiered_offload.connector.views import (
     CacheHitSource,
     block_tables_of,
     group_shapes,
+    has_true_hashes,
     step_view,
     was_aborted,
     why_not_offloadable,
@@ -76,7 +77,7 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         if self.inner is not None:
-            self.inner.on_new_request(request)
+            self.inner.on_new_request(request, skip=not has_true_hashes(request))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.inner is None:

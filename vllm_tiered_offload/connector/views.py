@@ -48,6 +48,10 @@ except ImportError:  # in 0.30 the extra keys of block hashes have no tags that 
 _OFFLOADED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 _NOT_OFFLOADED = (SinkFullAttentionSpec, RSWASpec)
 
+# Before 0.32 a session that gets more input drops its last token and keeps the hash of the block which that token
+# completed: from there on its hashes are those of another content.
+SESSIONS_KEEP_TRUE_HASHES = hasattr(KVCacheConfig, "hash_block_size")
+
 # Statuses of a request whose last token was sampled and never computed.
 _STOPPED = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
 
@@ -55,6 +59,11 @@ _STOPPED = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LEN
 def was_aborted(request: Request) -> bool:
     """Whether the request ended by any other way than sampling its last token."""
     return request.status not in _STOPPED
+
+
+def has_true_hashes(request: Request) -> bool:
+    """Whether the request's block hashes will always be those of its tokens (D5)."""
+    return SESSIONS_KEEP_TRUE_HASHES or not request.resumable
 
 
 def step_view(output: SchedulerOutput) -> StepView:

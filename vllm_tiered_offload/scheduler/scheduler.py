@@ -149,8 +149,8 @@ class OffloadingConnectorScheduler:
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
-    def on_new_request(self, request: RequestView) -> None:
-        """A request arrives. One of the same id that is still finishing is finalised first (L1)."""
+    def on_new_request(self, request: RequestView, skip: bool = False) -> None:
+        """A request arrives, not to be offloaded if `skip`. One of its id that is still finishing is finalised (L1)."""
         previous = self._requests.get(request.request_id)
         if previous is not None:
             self._end_abruptly(previous)
@@ -170,7 +170,7 @@ class OffloadingConnectorScheduler:
                 self._settings.offload_prompt_only, request.num_prompt_tokens, params.max_offload_tokens
             ),
             lifecycle=RequestLifecycle(ctx.req_id),
-            skipped=keep is Keep.NOWHERE,
+            skipped=skip or keep is Keep.NOWHERE,
         )
 
     def _keys_of(self, request: RequestView) -> tuple[ChunkKeys, ...]:

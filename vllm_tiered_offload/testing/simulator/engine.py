@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_tiered_offload.connector.overrides import Overrides, use_overrides
 from vllm_tiered_offload.connector.ranks import use_rank_group
+from vllm_tiered_offload.connector.views import SESSIONS_KEEP_TRUE_HASHES
 from vllm_tiered_offload.contract.messages import DeviceJob, StepMessage, WorkerReport
 from vllm_tiered_offload.testing.fakes.seams import ManualClock
 from vllm_tiered_offload.testing.simulator import builders, guard
@@ -57,6 +58,9 @@ class Simulation:
     sim.add_request(tokens, max_tokens); sim.step(); sim.abort(id); sim.hold_copies(); sim.run_copies();
     sim.reset(); sim.run_until_idle(); sim.converge(). A broken invariant raises Violation from the call that shows it.
     """
+
+    # Where they are not, vLLM's own device cache can serve wrong bytes.
+    sessions_are_sound = SESSIONS_KEEP_TRUE_HASHES
 
     def __init__(
         self, config: SimConfig, seed: int | str = 0, checkers: Sequence[type[Checker]] = ALL_CHECKERS

@@ -112,7 +112,7 @@ class Workload:
             options["skip_reading"] = True
         # Not with two batches in flight: vLLM 0.32 loses a session that is preempted and then gets the output of its
         # last batch (it leaves the waiting queue with it, and its prompt is cut to nothing).
-        if rng.random() < self.rates.session and sim.config.depth == 1:
+        if rng.random() < self.rates.session and sim.config.depth == 1 and sim.sessions_are_sound:
             options["session"] = True
         req_id = self._old_id() or f"r{next(self._numbers)}"
         self._do("arrive", req_id, prompt, answer, options)
