@@ -80,7 +80,6 @@ def kv_cache_config() -> Any:
         num_blocks=64,
         kv_cache_tensors=[tensor],
         kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-        hash_block_size=32,
     )
 
 

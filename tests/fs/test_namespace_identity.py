@@ -104,6 +104,13 @@ def test_case_43_formats_of_one_tensor_type_stay_apart(model: Path) -> None:
         assert differing(one, other) == {"kv_dtype"}
 
 
+def test_case_43_versions_of_vllm_stay_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.31 hashes blocks of LoRA, images and salts otherwise than 0.30. Mutation: a hash scheme without the version."""
+    here = of(model)
+    monkeypatch.setattr("vllm.__version__", "0.30.0.other")
+    assert differing(here, of(model)) == {"hash_scheme"}
+
+
 def test_case_43_groups_layout_and_chunk(model: Path) -> None:
     config = vllm_process.vllm_config(model)
     here = vllm_process.fingerprint(config)

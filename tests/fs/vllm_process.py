@@ -58,7 +58,6 @@ def kv_cache_config(config: Any, groups: int = 1) -> Any:
         num_blocks=64,
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec(layers, spec) for layers in names],
-        hash_block_size=config.cache_config.block_size,
     )
 
 

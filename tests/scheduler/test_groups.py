@@ -107,7 +107,8 @@ def test_case_33_tokens_kept_beyond_the_window_count() -> None:
     spec = SlidingWindowSpec(
         block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=32, extra_retained_tokens=3
     )
-    config = KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], spec)], hash_block_size=16)
+    config = KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], spec)])
+    config.hash_block_size = 16  # no parameter before 0.32
     (shape,) = group_shapes(None, config, 1)
     skipped = SlidingWindowManager.get_num_skipped_tokens
     for position in range(200):
