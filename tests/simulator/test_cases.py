@@ -12,7 +12,7 @@ from sim_helpers import push_out, run_one, status, step_until, tokens
 
 from vllm_tiered_offload.connector import views
 from vllm_tiered_offload.connector.views import SESSIONS_KEEP_TRUE_HASHES
-from vllm_tiered_offload.testing.simulator.config import ALL_PINS
+from vllm_tiered_offload.testing.simulator.config import ALL_PINS, SAVES
 
 Simulate = Callable[..., Any]
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -313,6 +313,24 @@ def count_offers(sim: Any, req_id: str) -> list[int]:
 
     manager.prepare_stores = counted
     return offers
+
+
+@pytest.mark.parametrize("saves", SAVES)
+def test_stores_of_a_step_without_tokens_are_submitted(simulate: Simulate, saves: str) -> None:
+    """With async scheduling a request's last chunk may be stored by a step that computes nothing. In such a step vLLM
+    0.30 leaves wait_for_save out, and 0.33 may call it after it asked for results.
+
+    Mutation: a worker half that submits stores in wait_for_save alone is busy for ever (v5) in the order of 0.30.
+    """
+    sim = simulate(depth=2, saves=saves)
+    without_tokens = 0
+    for length in range(20, 29):
+        sim.add_request(tokens(length, length), 1 + length % 3)
+        while sim.has_work():
+            step = sim.step()
+            if step is not None and not step.output.total_num_scheduled_tokens:
+                without_tokens += len(step.message.stores)
+    assert without_tokens > 0
 
 
 def test_sessions_whose_hashes_lie_are_not_offloaded(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
