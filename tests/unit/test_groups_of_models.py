@@ -39,8 +39,8 @@ def ring() -> CircularBufferSpec:
     return CircularBufferSpec(block_size=4, **PAGE)
 
 
-def mamba() -> MambaSpec:
-    return MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+def mamba(mode: str = "align", **fields: Any) -> MambaSpec:
+    return MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode, **fields)
 
 
 def config(*groups: Any) -> KVCacheConfig:
@@ -77,6 +77,11 @@ SERVED: dict[str, tuple[Callable[[], KVCacheConfig], list[GroupShape]]] = {
         lambda: config(sliding(extra_retained_tokens=3)),
         [GroupShape(16, 32, 16, 0, window=67)],
     ),
+    "recurrent": (lambda: config(mamba()), [GroupShape(16, 32, 16, 0, recurrent=True)]),
+    "hybrid": (
+        lambda: config(mamba(), full()),
+        [GroupShape(16, 32, 16, 0, recurrent=True), GroupShape(16, 32, 16, 1)],
+    ),
     "blocks of 16, and a ring of 4 that nobody caches": (
         lambda: config(ring(), full()),
         [GroupShape(16, 32, 16, 1)],
@@ -94,8 +99,12 @@ def test_case_51_offloaded(case: str) -> None:
 NOT_SERVED: dict[str, tuple[Callable[[], KVCacheConfig], str]] = {
     "no cache": (config, "no KV cache"),
     "a ring alone": (lambda: config(ring()), "no KV cache"),
-    "recurrent": (lambda: config(mamba()), r"^its KV cache is of type MambaSpec"),
-    "hybrid": (lambda: config(full(), mamba()), r"group 1 of 2: .*MambaSpec"),
+    "recurrent without prefix caching": (
+        lambda: config(mamba("none")),
+        "^its recurrent state .*turn prefix caching on",
+    ),
+    "states of an older kind": (lambda: config(full(), mamba("all")), "group 1 of 2: .*leave mamba_cache_mode alone"),
+    "recurrent, and drafts": (lambda: config(mamba(num_speculative_blocks=2), full()), "of 2: speculative decoding"),
     "replayed window": (
         lambda: config(full(), SlidingWindowMLASpec(block_size=16, sliding_window=64, bounded_replay=True, **PAGE)),
         "group 1 of 2: .*no part in prefix caching",

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupRole,
     KVCacheGroupSpec,
+    MambaSpec,
     RSWASpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
@@ -44,8 +45,8 @@ except ImportError:  # in 0.30 the extra keys of block hashes have no tags that 
         return list(extra_keys)
 
 
-# Kinds of attention whose blocks stay where they are in a request's table; derived kinds that behave otherwise.
-_OFFLOADED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+# Kinds of layers whose blocks stay where they are in a request's table; derived kinds that behave otherwise.
+_OFFLOADED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 _NOT_OFFLOADED = (SinkFullAttentionSpec, RSWASpec)
 
 # Before 0.32 a session that gets more input drops its last token and keeps the hash of the block which that token
@@ -110,10 +111,24 @@ def _why_not(group: KVCacheGroupSpec, alone: bool) -> str | None:
             return f"its KV cache is of type {type(one).__name__}, which is not offloaded so far"
         if not one.prefix_cacheable or not group.enable_kv_transfer:
             return "its KV cache group takes no part in prefix caching"
+        if isinstance(one, MambaSpec) and (reason := _why_no_states(one)) is not None:
+            return reason
     if group.role is not KVCacheGroupRole.DEFAULT or group.host_resident:
         return "its KV cache lies in host memory in part"
     if group.is_eagle_group and not alone:
         return "it belongs to a draft model (EAGLE, MTP), which is offloaded only together with all other layers so far"
+    return None
+
+
+def _why_no_states(spec: MambaSpec) -> str | None:
+    """Why no block of these recurrent layers is known to hold the state at its end when a store would read it."""
+    if spec.mamba_cache_mode != "align":
+        return (
+            f"its recurrent state is kept with mamba_cache_mode {spec.mamba_cache_mode!r}, and only 'align' keeps what"
+            " a prompt can go on from: turn prefix caching on and leave mamba_cache_mode alone"
+        )
+    if spec.num_speculative_blocks:
+        return "speculative decoding moves its recurrent state after the step in which it would be stored"
     return None
 
 
@@ -143,10 +158,12 @@ def _hash_tokens(vllm_config: Any, kv_cache_config: KVCacheConfig) -> int:
     return told or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
 
 
-def _reach(spec: Any) -> dict[str, int]:
-    """How far back this kind of attention reads; blocks that vLLM keeps beyond the window count as read."""
+def _reach(spec: Any) -> dict[str, Any]:
+    """How far back this kind of layer reads; blocks that vLLM keeps beyond the window count as read."""
     if isinstance(spec, SlidingWindowSpec):
         return {"window": spec.sliding_window + spec.extra_retained_tokens}
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return {"local_span": spec.attention_chunk_size}
+    if isinstance(spec, MambaSpec):
+        return {"recurrent": True}
     return {}

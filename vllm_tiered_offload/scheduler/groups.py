@@ -4,10 +4,14 @@ Rules.
  - A prefix hit ends where every group has a chunk's end: at a multiple of the *stride*, the least common multiple of
    the groups' chunks. Requests are counted in strides where a model with one full-attention group counts chunks.
  - A hit that ends at token E needs, of each group, what the token at E reads: all before E with full attention, the
-   tail that lies within the window otherwise. The first token of that tail never moves back as E grows.
+   tail that lies within the window otherwise, the state at E with recurrent layers. The first token of that tail
+   never moves back as E grows.
  - So the earliest end for which a chunk can be of use is the end of its stride, and what that one needs of the chunk
    (its last blocks, maybe none) is all that is ever stored of it, and all that any later hit reads. The blocks in
    front, which vLLM may have given up by then, stay unwritten in the row.
+ - A recurrent layer leaves a state at a block's end only where a scheduled step ended there, or where its kernel was
+   told to. vLLM knows: the block then has a hash that covers exactly the tokens up to its end. No other is stored, so
+   hits of such a model end where some request's state was kept.
  - Which blocks vLLM holds after a hit follows from the same `first_needed`: lookup, store and allocation agree.
 """
 
@@ -123,11 +127,13 @@ def chunks_between(shape: GroupShape, earlier: int, later: int) -> range:
 
 
 def plan_chunk(shape: GroupShape, chunk: int, stride_tokens: int, table: Sequence[BlockView]) -> StoredChunk | None:
-    """How to store a chunk, or None when vLLM has given up (or never had) a block that a hit would read."""
+    """How to store a chunk, or None when vLLM has given up (or never had) what a hit would read."""
     first = stored_from(shape, chunk, stride_tokens)
     begin, end = chunk * shape.blocks_per_chunk + first, (chunk + 1) * shape.blocks_per_chunk
     blocks = table[begin:end]
     if len(blocks) < end - begin or any(block.is_null for block in blocks):
+        return None
+    if shape.recurrent and blocks[-1].block_hash_num_tokens != (chunk + 1) * shape.chunk_tokens:
         return None
     return StoredChunk(shape, chunk, first, blocks)
 

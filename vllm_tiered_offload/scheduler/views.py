@@ -31,7 +31,10 @@ class RequestView(Protocol):
 
 
 class BlockView(Protocol):
-    """A device block: its physical id, its reference count in the pool, and whether it is the placeholder block."""
+    """A device block: its physical id, its reference count in the pool, and whether it is the placeholder block.
+
+    `block_hash_num_tokens`: how many tokens of a prompt the block's hash covers, where it has one.
+    """
 
     @property
     def block_id(self) -> int: ...
@@ -39,6 +42,8 @@ class BlockView(Protocol):
     def ref_cnt(self) -> int: ...
     @property
     def is_null(self) -> bool: ...
+    @property
+    def block_hash_num_tokens(self) -> int | None: ...
 
 
 class BlockPoolView(Protocol):
@@ -72,9 +77,10 @@ class GroupShape:
     `block_tokens` a device block, `chunk_tokens` a chunk (= blocks_per_chunk blocks), `hash_tokens` an entry of
     `block_hashes`. A chunk's key is made of the hash at its last token.
 
-    At most one of the last two is set: `window`, a token attends to itself and the `window - 1` before it (sliding
+    At most one of the last three is set: `window`, a token attends to itself and the `window - 1` before it (sliding
     window); `local_span`, it attends to what came before it in its own span of that many tokens (chunked local
-    attention). vLLM puts the placeholder block in place of whole blocks that are out of reach.
+    attention); `recurrent`, it reads the state after the token before it (Mamba and its kin), and a whole block is the
+    state after its last token. vLLM puts the placeholder block in place of whole blocks that are out of reach.
     """
 
     block_tokens: int
@@ -83,6 +89,7 @@ class GroupShape:
     group_idx: int = 0
     window: int | None = None
     local_span: int | None = None
+    recurrent: bool = False
 
     def first_needed(self, position: int) -> int:
         """The first token whose KV a token at `position` reads. Never falls as `position` grows."""
@@ -90,12 +97,14 @@ class GroupShape:
             return max(0, position - self.window + 1)
         if self.local_span is not None:
             return position - position % self.local_span
+        if self.recurrent:
+            return max(0, position - 1)
         return 0
 
     @property
     def reads_all(self) -> bool:
         """Full attention: a hit needs every chunk from the start."""
-        return self.window is None and self.local_span is None
+        return self.window is None and self.local_span is None and not self.recurrent
 
     @property
     def hashes_per_chunk(self) -> int:

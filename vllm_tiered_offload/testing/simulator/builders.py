@@ -34,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
@@ -120,6 +121,8 @@ def vllm_config(config: SimConfig, world: str) -> VllmConfig:
         device_config=DeviceConfig("cpu"),
     )
     built.cache_config.num_gpu_blocks = config.num_blocks
+    if any(group.recurrent for group in config.groups):
+        built.cache_config.mamba_cache_mode = "align"  # as vLLM chooses it for such a model
     # Set afterwards: the CPU platform turns async scheduling off, while the scheduler's logic does not depend on it.
     built.scheduler_config.async_scheduling = config.depth > 1
     built.scheduler_config.scheduler_reserve_full_isl = False  # else a full pool admits nobody, and nobody is preempted
@@ -143,9 +146,12 @@ def kv_cache_config(config: SimConfig, layers: list[list[str]]) -> KVCacheConfig
 
 
 def _spec(config: SimConfig, index: int) -> KVCacheSpec:
-    group = config.groups[index]
+    group, block_tokens = config.groups[index], config.block_tokens(index)
+    if group.recurrent:
+        state = ((block_tokens * group.words_per_slot,),)
+        return MambaSpec(shapes=state, dtypes=(torch.int64,), block_size=block_tokens, mamba_cache_mode="align")
     shape: dict[str, Any] = {
-        "block_size": config.block_tokens(index),
+        "block_size": block_tokens,
         "num_kv_heads": 1,
         "head_size": group.words_per_slot * 2,  # K and V, two bytes each
         "dtype": torch.bfloat16,

@@ -25,7 +25,8 @@ OURS = ("TieredOffloadConnector", "vllm_tiered_offload.connector.connector")
 
 @dataclass(frozen=True, slots=True)
 class SimGroup:
-    """One KV group. At most one of `window` (sliding) and `local_span` (chunked local attention) is set, in tokens.
+    """One KV group. At most one of `window` (sliding) and `local_span` (chunked local attention), in tokens, and
+    `recurrent` (state instead of slots) is set.
 
     `block_factor`: its blocks are that many times as long as `SimConfig.block_size`, and its slots as much smaller, so
     that the blocks of all groups have one size in bytes.
@@ -34,6 +35,7 @@ class SimGroup:
     window: int | None = None
     local_span: int | None = None
     block_factor: int = 1
+    recurrent: bool = False
 
     @property
     def words_per_slot(self) -> int:
@@ -136,7 +138,8 @@ class SimConfig:
 
     def _describe_groups(self) -> str:
         kinds = [
-            f"w{one.window}" if one.window else f"l{one.local_span}" if one.local_span else "f" for one in self.groups
+            f"w{one.window}" if one.window else f"l{one.local_span}" if one.local_span else "fr"[one.recurrent]
+            for one in self.groups
         ]
         return "+".join(f"{kind}x{one.block_factor}" for kind, one in zip(kinds, self.groups, strict=True))
 
@@ -150,6 +153,10 @@ SEVERAL_GROUPS = (
     (SimGroup(), SimGroup(local_span=16)),
     (SimGroup(), SimGroup(window=12, block_factor=2)),
     (SimGroup(), SimGroup(window=5), SimGroup(local_span=8)),
+    (SimGroup(), SimGroup(recurrent=True)),
+    (SimGroup(recurrent=True),),
+    (SimGroup(recurrent=True), SimGroup(recurrent=True), SimGroup()),
+    (SimGroup(), SimGroup(window=6), SimGroup(recurrent=True)),
 )
 
 

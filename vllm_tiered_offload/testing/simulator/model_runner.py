@@ -1,7 +1,7 @@
 """In place of the model: writes slots, reads them back, and answers with tokens that depend on every slot before.
 
-A layer reads what its kind of attention reaches: all slots before with full attention, those in its window otherwise;
-none of the others may matter, whatever they hold.
+A layer reads what its kind reaches: all slots before with full attention, those in its window, or the last state; none
+of the others may matter, whatever they hold.
 
 Like vLLM's runner it keeps its own block tables and token lists, fed by the scheduler's outputs alone.
 """
@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_tiered_offload.testing.simulator import chain
 from vllm_tiered_offload.testing.simulator.config import SimConfig
+from vllm_tiered_offload.testing.simulator.group_memory import GroupMemory
+from vllm_tiered_offload.testing.simulator.recurrent import StateMemory
 from vllm_tiered_offload.testing.simulator.story import Story
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 # (req_id, block ids about to be written, whether any byte changes)
 WriteHook = Callable[[str, list[int], Callable[[], bool]], None]
-Slots = npt.NDArray[np.int64]  # slot numbers: block * block size + offset in the block
 
 
 @dataclass(slots=True)
@@ -39,34 +39,6 @@ class Sequence:
     )  # their words by group: [rank, layer, position, word], or more
 
 
-class GroupMemory:
-    """One KV group's view of the KV cache: its slots, what they must hold, and how far back its layers read."""
-
-    def __init__(self, config: SimConfig, index: int, kv: chain.Words) -> None:
-        self.index = index
-        self.block_tokens = config.block_tokens(index)
-        self._group = config.groups[index]
-        self.code = chain.SlotCode(config.ranks, config.layers, index, self._group.words_per_slot)
-        self.slots = kv.reshape(config.ranks, config.layers, -1, self._group.words_per_slot)  # by slot number
-        self._offsets = np.arange(self.block_tokens)
-
-    def slot_numbers(self, blocks: list[int]) -> Slots:
-        """The slot of each position of a block table."""
-        return (np.array(blocks, np.int64)[:, None] * self.block_tokens + self._offsets).ravel()
-
-    def first_read(self, position: int) -> int:
-        """The first position that a token at `position` attends to."""
-        if self._group.window is not None:
-            return max(0, position + 1 - self._group.window)
-        if self._group.local_span is not None:
-            return position // self._group.local_span * self._group.local_span
-        return 0
-
-    def block(self, block_id: int) -> chain.Words:
-        """[rank, layer, offset, word] of one device block."""
-        return self.slots[:, :, block_id * self.block_tokens : (block_id + 1) * self.block_tokens]
-
-
 class SimModelRunner:
     """The forward pass of all ranks.
 
@@ -78,7 +50,8 @@ class SimModelRunner:
         self._story = story
         shape = (config.ranks, config.layers, config.num_blocks, config.block_size, chain.WORDS_PER_SLOT)
         self.kv: chain.Words = np.full(shape, chain.POISON, dtype=np.uint64)
-        self.groups = [GroupMemory(config, index, self.kv) for index in range(len(config.groups))]  # views of `kv`
+        kinds = [StateMemory if group.recurrent else GroupMemory for group in config.groups]
+        self.groups = [kind(config, index, self.kv) for index, kind in enumerate(kinds)]  # views of `kv`
         self.epoch = 0
         self.sequences: dict[str, Sequence] = {}  # requests the worker was told of, until it is told they finished
         self.before_write: WriteHook = lambda _req, _blocks, _changes: None
@@ -170,35 +143,42 @@ class SimModelRunner:
             )  # fmt: skip
         want = self._want(sequence, end)
         for group, blocks, words in zip(self.groups, sequence.blocks, want, strict=True):
-            slots, first = group.slot_numbers(blocks), group.first_read(start)
-            if first < start:
-                self._check(sequence, group, words[:, :, first:start], slots[first:start], first)
-            self._write(sequence, group, words[:, :, start:end], slots[start:end], start)
+            self._check(sequence, group, blocks, words, group.read_by(start))
+            self._write(sequence, group, blocks, words, group.written_by(start, end))
         if end < len(sequence.tokens):
             return []
         token = chain.sample(sequence.values[end - 1])
         sequence.tokens.append(token)
         return [token]
 
-    def _check(self, sequence: Sequence, group: GroupMemory, want: chain.Words, slots: Slots, first: int) -> None:
-        """The slots that this step reads and does not write hold what they must; they are those from `first` on."""
+    def _check(
+        self, sequence: Sequence, group: GroupMemory, blocks: list[int], words: chain.Words, read: range
+    ) -> None:
+        """What this step reads and does not write is what it must be."""
+        if not read:
+            return
+        slots, want = group.slots_of(blocks, read), group.content(words[:, :, read.start : read.stop])
         got = group.slots[:, :, slots]
         self.slots_checked += len(slots)
         if (got == want).all():
             return
-        rank, layer, position, word = (int(i) for i in np.argwhere(got != want)[0])
+        rank, layer, index, word = (int(i) for i in np.argwhere(got != want)[0])
+        position = read.start + index * len(read) // len(slots)
         raise self._story.violation(
             "bytes",
-            f"request {sequence.req_id} position {first + position} of {first + len(slots)} (group {group.index}, "
-            f"rank {rank}, layer {layer}, block {slots[position] // group.block_tokens}): "
-            f"{self.describe(rank, layer, int(got[rank, layer, position, word]), group.index)}; "
-            f"block table {sequence.blocks[group.index]}",
+            f"request {sequence.req_id} position {position} of {read.stop} (group {group.index}, "
+            f"rank {rank}, layer {layer}, block {slots[index] // group.block_tokens}): "
+            f"{self.describe(rank, layer, int(got[rank, layer, index, word]), group.index)}; "
+            f"block table {blocks}",
             sequence.req_id,
         )
 
-    def _write(self, sequence: Sequence, group: GroupMemory, new: chain.Words, slots: Slots, start: int) -> None:
+    def _write(
+        self, sequence: Sequence, group: GroupMemory, blocks: list[int], words: chain.Words, written: range
+    ) -> None:
         size = group.block_tokens
-        touched = sequence.blocks[group.index][start // size : -(-(start + len(slots)) // size)]
+        slots, new = group.slots_of(blocks, written), group.content(words[:, :, written.start : written.stop])
+        touched = blocks[written.start // size : -(-written.stop // size)]
         self.before_write(sequence.req_id, touched, lambda: not (group.slots[:, :, slots] == new).all())
         group.slots[:, :, slots] = new
 

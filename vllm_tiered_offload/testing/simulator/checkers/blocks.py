@@ -90,12 +90,14 @@ class D1WrittenSlots(Checker):
         )
 
     def _check_bytes(self, job: DeviceJob, group: int, block: int, position: int) -> None:
-        runner, size = self.sim.runner, self.sim.config.block_tokens(group)
-        start, end = position * size, (position + 1) * size
-        got = runner.groups[group].block(block)
+        runner, memory = self.sim.runner, self.sim.runner.groups[group]
+        start, end = position * memory.block_tokens, (position + 1) * memory.block_tokens
+        got = memory.block(block)
         former = self._former.get(job.req_id)
-        if former is not None and np.array_equal(got, runner.words_for(former.all_token_ids, group)[:, :, start:end]):
-            return
+        if former is not None:
+            words = runner.words_for(former.all_token_ids, group)[:, :, start:end]
+            if words.shape[2] == end - start and np.array_equal(got, memory.whole_block(words)):
+                return
         want = runner.expected(job.req_id, start, end, group)
         if want is None:
             tokens = list(self._requests[job.req_id].all_token_ids)
@@ -105,6 +107,7 @@ class D1WrittenSlots(Checker):
                     job.req_id,
                 )
             want = runner.words_for(tokens[:end], group)[:, :, start:end]
+        want = memory.whole_block(want)
         if not np.array_equal(got, want):
             rank, layer, offset, word = (int(i) for i in np.argwhere(got != want)[0])
             what = runner.describe(rank, layer, int(got[rank, layer, offset, word]), group)
