@@ -87,6 +87,16 @@ def latent_and_indexer() -> Cache:
     return one_group([((16, 576), torch.bfloat16), ((16, 132), torch.uint8)] * 2, tokens=16)
 
 
+def recurrent_beside_attention(block_outermost: bool) -> Cache:
+    """Pages of two states as raw bytes, padded to the length of the attention pages that overlay them."""
+    pages = attention(torch.bfloat16, layers=2)
+    states = [((1, 1, 400), torch.int8)] * 2
+    first, memory = placed(pages, block_outermost=block_outermost)
+    padding = prod(pages[0][0]) * torch.bfloat16.itemsize - 400
+    others = [placed(states, block_outermost=block_outermost, padding=padding, memory=memory)[0] for _ in range(2)]
+    return Cache([(16, others[0]), (16, others[1]), (16, first)], [memory])
+
+
 LAYOUTS: dict[str, Callable[[], Cache]] = {
     **{
         f"layer_outermost_{str(dtype).removeprefix('torch.')}": lambda dtype=dtype: one_group(attention(dtype))
@@ -100,6 +110,9 @@ LAYOUTS: dict[str, Callable[[], Cache]] = {
     "mla_with_indexer": latent_and_indexer,
     "kernel_blocks": lambda: one_group([((2, 16, 8), torch.bfloat16)] * 2, tokens=64, kernel_blocks=4),
     "nhd_view": turned,
+    "latent_float16": lambda: one_group([((16, 576), torch.float16)] * 3),
+    "states_layer_outermost": lambda: recurrent_beside_attention(False),
+    "states_block_outermost": lambda: recurrent_beside_attention(True),
     "groups_layer_outermost": lambda: overlaid(False),
     "groups_block_outermost": lambda: overlaid(True),
 }
@@ -108,13 +121,16 @@ LAYOUTS: dict[str, Callable[[], Cache]] = {
 class Rank:
     """The worker half of one rank over a cache; copies run at the end of a step."""
 
-    def __init__(self, cache: Cache, rank: int, slots: np.ndarray) -> None:
+    def __init__(self, cache: Cache, rank: int, slots: np.ndarray, writes: bool = True) -> None:
         self.cache = cache
         self.layouts = layouts_of(cache)
         self.executor = ManualExecutor()
         config = WorkerConfig(1 << 30, PER_CHUNK)
         self.worker = OffloadingConnectorWorker(
-            config, rank, lambda _config, layouts, mine: HostCopyEngine(layouts, mine, PER_CHUNK, 1, self.executor)
+            config,
+            rank,
+            lambda _config, layouts, mine: HostCopyEngine(layouts, mine, PER_CHUNK, 1, self.executor),
+            writes,
         )
         self.worker.attach(self.layouts, slots)
 
@@ -216,6 +232,27 @@ def test_one_job_of_all_groups(layout: str) -> None:
         assert rank.run(StepMessage(stores=[store])) == {1: None}
         assert rank.run(StepMessage(loads=[load])) == {2: None}
         assert [rank.read(0, [10, 11, 12]), rank.read(1, [13]), rank.read(3, [15])] == wanted
+
+
+@pytest.mark.parametrize("layout", ["mla_with_indexer", "latent_float16"])
+def test_ranks_with_the_same_cache_store_it_once(layout: str) -> None:
+    """MLA on two ranks: one slot, which the first rank writes and both load from; each acknowledges both.
+
+    Fails when the second rank writes too (it has other bytes here), and when it loads from a slot of its own.
+    """
+    caches = [LAYOUTS[layout]() for _ in range(2)]
+    rows = np.zeros((ROWS, max(one.block_bytes for one in layouts_of(caches[0])) * PER_CHUNK), np.uint8)
+    first, second = (Rank(cache, rank, rows, writes=rank == 0) for rank, cache in enumerate(caches))
+    first.fill(1)
+    second.fill(2)
+    wanted = first.read(0, [1, 2, 3])
+    store = DeviceJob(1, "", [GroupTransfer(0, [5], [1, 2, 3, 4])])
+    load = DeviceJob(2, "r", [GroupTransfer(0, [5], [11, 10, 9])])
+    for rank in (first, second):
+        assert rank.run(StepMessage(stores=[store])) == {1: None}
+    for rank in (second, first):
+        assert rank.run(StepMessage(loads=[load])) == {2: None}
+        assert rank.read(0, [11, 10, 9]) == wanted
 
 
 def test_a_cache_whose_blocks_come_second_is_refused_at_start() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from sim_helpers import push_out, run_one, step_until, tokens
 
-from vllm_tiered_offload.testing.simulator.config import ALL_PINS, SEVERAL_GROUPS, SimConfig, SimGroup
+from vllm_tiered_offload.testing.simulator.config import ALL_PINS, LATENT, SEVERAL_GROUPS, SimConfig, SimGroup
 from vllm_tiered_offload.testing.simulator.episodes import run_episode
 
-FULL, WINDOW = SimGroup(), SimGroup(window=9)
+FULL, WINDOW, STATE = SimGroup(), SimGroup(window=9), SimGroup(recurrent=True)
 ROOMY = SimConfig(num_blocks=60, token_budget=16)
 
 
@@ -188,3 +188,59 @@ def test_random_episode_beside_a_neighbour(number: int) -> None:
     totals, failure = run_episode(12, number, config, steps=100)
     assert failure is None, str(failure)
     assert totals.events["store"] > 0
+
+
+def started_at(sim: Any, prompt: list[int], req_id: str) -> int:
+    """How many tokens of a prompt it need not compute; it is left running."""
+    sim.add_request(prompt, 8, req_id)
+    step_until(sim, lambda: sim.live[req_id].num_computed_tokens > 0)
+    return int(sim.live[req_id].num_computed_tokens)
+
+
+def test_case_31_hits_end_at_a_state(simulate: Any) -> None:
+    """Chunk 16, a prompt of 32 tokens: the state after token 32 is of no use to it, so it goes on from that after 16.
+
+    Fails when a hit is counted by the attention group alone.
+    """
+    sim = simulate(num_blocks=30, groups=(FULL, STATE), block_size=16, token_budget=64)
+    run_one(sim, tokens(32), 4)
+    push_out(sim)
+    assert started_at(sim, tokens(32), "again") == 16
+    sim.converge()
+
+
+def test_a_state_is_stored_where_a_step_ended(simulate: Any) -> None:
+    """60 tokens in one step: vLLM keeps the state before the last token, none of those that the step passed by.
+
+    Another end after 30 of them finds no state to go on from. Fails (d1) when any block of state is stored that is
+    full, and (bytes) when a hit of the attention group is enough.
+    """
+    sim = simulate(num_blocks=60, groups=(FULL, STATE), token_budget=64)
+    run_one(sim, tokens(61), 1)
+    stores = [job for kind, job in sim.jobs if kind == "store"]
+    assert sum(len(t.device_block_ids) for job in stores for t in job.transfers if t.group_idx == 1) == 1
+    push_out(sim)
+    assert started_at(sim, tokens(61), "whole") == 60
+    run_one(sim, [*tokens(30), *tokens(31, 9)], 1, "branch")
+    assert [job.req_id for kind, job in sim.jobs if kind == "load"] == ["whole"]
+    sim.converge()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ranks_that_hold_the_same_share_a_slot(simulate: Any, depth: int) -> None:
+    """MLA: a row has room for one rank, and what comes back is right on both. Fails (bytes) when rank 1 loads from what
+    only it would have written."""
+    sim = simulate(num_blocks=40, groups=LATENT, ranks=2, depth=depth)
+    first = run_one(sim, tokens(49), 4)
+    push_out(sim)
+    again = run_one(sim, tokens(49), 4)
+    assert any(kind == "load" for kind, _ in sim.jobs)
+    assert sim.outputs[again] == sim.outputs[first]
+    sim.converge()
+
+
+def test_random_episode_on_ranks_that_hold_the_same() -> None:
+    config = replace(ROOMY, groups=LATENT, ranks=2, num_blocks=26, blocks_per_chunk=2)
+    totals, failure = run_episode(5, 1, config, steps=150)
+    assert failure is None, str(failure)
+    assert totals.events["load"] > 0

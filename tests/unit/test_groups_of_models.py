@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_tiered_offload.connector.views import group_shapes, offloaded_groups, why_not_offloadable
+from vllm_tiered_offload.connector.views import group_shapes, kv_replicas, offloaded_groups, why_not_offloadable
 from vllm_tiered_offload.scheduler.views import GroupShape
 
 PAGE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
@@ -41,6 +41,10 @@ def ring() -> CircularBufferSpec:
 
 def mamba(mode: str = "align", **fields: Any) -> MambaSpec:
     return MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode, **fields)
+
+
+def latent(shards: int | None = 1) -> MLAAttentionSpec:
+    return MLAAttentionSpec(block_size=16, max_tp_shards=shards, **PAGE)
 
 
 def config(*groups: Any) -> KVCacheConfig:
@@ -138,6 +142,26 @@ def test_what_is_not_loaded_is_not_said_to_be() -> None:
     """vLLM clears blocks that a load does not fill: what its default says we load is what we do load."""
     for make, _ in SERVED.values():
         assert tuple(offloaded_groups(make())) == make().prefix_cacheable_group_ids
+
+
+@pytest.mark.parametrize(
+    ("groups", "replicas"),
+    [
+        ((full(),), 1),
+        ((latent(),), 4),
+        ((latent(None),), 1),
+        ((latent(2),), 2),
+        ((latent(3),), 1),
+        ((latent(), latent(2)), 2),
+        ((latent(), full()), 1),
+        ((latent(), mamba()), 1),
+        ((latent(), mamba(tp_replicated=True)), 4),
+        ((ring(), latent()), 4),
+    ],
+)
+def test_ranks_that_hold_the_same(groups: tuple[Any, ...], replicas: int) -> None:
+    """What vLLM says of each layer, of 4 ranks; layers that are split keep the ranks of all apart."""
+    assert kv_replicas(config(*groups), 4) == replicas
 
 
 def test_context_parallelism_is_refused() -> None:

@@ -26,7 +26,7 @@ CHUNK, BLOCKS, ROWS = 2, 16, 8
 class Harness:
     """A worker half with `groups` KV groups over a fake engine; copies run when told to."""
 
-    def __init__(self, groups: int = 1) -> None:
+    def __init__(self, groups: int = 1, writes: bool = True) -> None:
         self.groups = groups
         self.kv = [torch.zeros(BLOCKS, 4) for _ in range(groups)]
         for group, tensor in enumerate(self.kv):
@@ -36,7 +36,7 @@ class Harness:
         layouts = [build_group_layout(g, {f"layer.{g}": t}, BLOCKS, 16) for g, t in enumerate(self.kv)]
         self.engine = FakeCopyEngine(self.driver, layouts, self.slots, CHUNK)
         config = WorkerConfig(capacity=4096, blocks_per_chunk=CHUNK)
-        self.worker = OffloadingConnectorWorker(config, 0, lambda config, layouts, slots: self.engine)
+        self.worker = OffloadingConnectorWorker(config, 0, lambda config, layouts, slots: self.engine, writes)
         self.worker.attach(layouts, self.slots)
         self.acks: list[tuple[int, bool]] = []  # job id, success; over all steps
         self.received: list[str] = []
@@ -376,3 +376,15 @@ def test_registered_again_while_a_copy_goes_on(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     rig.settle()
     assert rig.acks == [(1, True)]
+
+
+def test_a_rank_that_writes_nothing_acknowledges_stores_and_loads() -> None:
+    """Another rank holds the same KV and writes it: the store ends here without a copy, the load moves its bytes."""
+    harness = Harness(writes=False)
+    harness.slots[:] = 7
+    harness.step(StepMessage(stores=[harness.job(1)], loads=[harness.job(2, first_row=1, first_block=4)]))
+    harness.settle()
+    assert sorted(harness.acks) == [(1, True), (2, True)]
+    assert (harness.slots == 7).all()
+    assert (harness.kv[0][4].view(torch.uint8) == 7).all()
+    assert harness.received == ["req-2"]

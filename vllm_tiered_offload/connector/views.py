@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from enum import Enum
+from math import gcd
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
@@ -167,3 +168,14 @@ def _reach(spec: Any) -> dict[str, Any]:
     if isinstance(spec, MambaSpec):
         return {"recurrent": True}
     return {}
+
+
+def kv_replicas(kv_cache_config: KVCacheConfig, tp_size: int) -> int:
+    """How many tensor-parallel ranks in a row hold the very same KV, as vLLM says of each layer (with MLA all)."""
+    specs = [spec for group in offloaded_groups(kv_cache_config).values() for spec in _specs_of(group)]
+    return gcd(*(_replicas(spec, tp_size) for spec in specs))
+
+
+def _replicas(spec: Any, tp_size: int) -> int:
+    shards = 1 if getattr(spec, "tp_replicated", False) else getattr(spec, "max_tp_shards", None) or tp_size
+    return 1 if tp_size % shards else tp_size // shards

@@ -16,7 +16,7 @@ from vllm_tiered_offload.connector.overrides import current_overrides
 from vllm_tiered_offload.connector.ranks import RankGroup, current_rank_group
 from vllm_tiered_offload.connector.startup import parse_settings
 from vllm_tiered_offload.connector.stats import TieredOffloadStats
-from vllm_tiered_offload.connector.views import offloaded_groups, why_not_offloadable
+from vllm_tiered_offload.connector.views import kv_replicas, offloaded_groups, why_not_offloadable
 from vllm_tiered_offload.contract.config import WorkerConfig
 from vllm_tiered_offload.contract.fingerprint import Fingerprint
 from vllm_tiered_offload.contract.messages import RegionAnnouncement
@@ -61,7 +61,7 @@ class WorkerHalf:
             self._signature = signature
             self._start(layouts)
         elif signature == self._signature:
-            self._worker.attach(layouts, self._region.rank_view(self._ranks.rank))
+            self._worker.attach(layouts, self._region.rank_view(self._writer()))
         else:
             raise RuntimeError(
                 "the KV cache was registered again in another layout, in which nobody can read what host memory holds: "
@@ -70,13 +70,18 @@ class WorkerHalf:
 
     def _start(self, layouts: Sequence[GroupLayout]) -> None:
         config = self._settings.worker_config()
+        rank, writer = self._ranks.rank, self._writer()
         slot_bytes = max(layout.block_bytes for layout in layouts) * config.blocks_per_chunk
-        self._region, announcement = agree_on_region(self._ranks, config, slot_bytes)
-        self._worker = OffloadingConnectorWorker(config, self._ranks.rank, engine_factory(self._executor_factory))
-        self._worker.attach(layouts, self._region.rank_view(self._ranks.rank))
+        self._region, announcement = agree_on_region(self._ranks, config, slot_bytes if rank == writer else 0)
+        factory = engine_factory(self._executor_factory)
+        self._worker = OffloadingConnectorWorker(config, rank, factory, writes=rank == writer)
+        self._worker.attach(layouts, self._region.rank_view(writer))
         if self._ranks.rank == 0:
+            slots = [str(size) for size in self._region.geometry.slot_bytes]
             chunk = config.blocks_per_chunk
-            fingerprint = fingerprint_of(self._vllm_config, self._kv_cache_config, chunk, self._signature)
+            fingerprint = fingerprint_of(
+                self._vllm_config, self._kv_cache_config, chunk, "|".join([self._signature, *slots])
+            )
             self._worker.set_announcement(replace(announcement, fingerprint=fingerprint))
             self._say_summary(layouts, fingerprint)
 
@@ -89,6 +94,11 @@ class WorkerHalf:
         """The KV cache has memory again, at the same addresses."""
         if self._worker is not None:
             self._worker.restore()
+
+    def _writer(self) -> int:
+        """The rank whose slot has this rank's KV: the first of those that hold the same."""
+        rank = self._ranks.rank
+        return rank - rank % kv_replicas(self._kv_cache_config, self._vllm_config.parallel_config.tensor_parallel_size)
 
     def _layouts(self, kv_caches: dict[str, torch.Tensor]) -> list[GroupLayout]:
         num_blocks, layouts = self._kv_cache_config.num_blocks, []

@@ -17,6 +17,8 @@ Rules.
    each load one finished receive: vLLM asserts on a second one.
  - No exception of an engine leaves this module. An engine that raises from poll is retired: its jobs fail as soon as it
    touches no memory, later jobs fail at once, and vLLM computes what it would have computed anyway.
+ - Where several ranks hold the same KV (MLA), one of them writes it into the slot that all of them load from. The
+   others only acknowledge a store: it ends when the last rank has, so when the writing one has.
 """
 
 import logging
@@ -74,9 +76,11 @@ class OffloadingConnectorWorker:
     """The worker half of one rank. All methods are for vLLM's worker thread; none blocks but `attach`, `release` and
     `shutdown`, each for a bounded time."""
 
-    def __init__(self, config: WorkerConfig, rank: int, engine_factory: EngineFactory) -> None:
+    def __init__(self, config: WorkerConfig, rank: int, engine_factory: EngineFactory, writes: bool = True) -> None:
+        """writes: whether this rank moves the bytes of stores; False where another rank writes the same ones."""
         self._config = config
         self._rank = rank
+        self._writes = writes
         self._engine_factory = engine_factory
         self._engine: CopyEngine | None = None  # None before attach and after shutdown
         self._retired: str | None = None  # why the engine takes no more jobs, for good
@@ -93,9 +97,10 @@ class OffloadingConnectorWorker:
     def attach(self, layouts: Sequence[GroupLayout], slots: np.ndarray) -> None:
         """The KV tensors and the region exist: build the engine. Before the first job, and again for other tensors.
 
-        layouts: one per offloaded KV group. slots: uint8 (num_rows, slot_bytes), this rank's part of each row.
-        Raises what the engine's constructor raises: a KV cache that cannot be copied ends the start, not a request.
-        Again: copies of the former tensors end first, or RuntimeError as in `release`.
+        layouts: one per offloaded KV group. slots: uint8 (num_rows, slot_bytes), the part of each row that this rank
+        loads from, and writes if it does. Raises what the engine's constructor raises: a KV cache that cannot be
+        copied ends the start, not a request. Again: copies of the former tensors
+        end first, or RuntimeError as in `release`.
         """
         if self._engine is not None:
             self._detach(self._engine)
@@ -238,7 +243,7 @@ class OffloadingConnectorWorker:
         self._pending = [entry for entry in self._pending if entry.direction is not direction]
         event: ComputeEvent | None = None
         for entry in ready:
-            if entry.cancelled:
+            if entry.cancelled or (direction is Direction.STORE and not self._writes):
                 self._end(entry, None)
                 continue
             try:

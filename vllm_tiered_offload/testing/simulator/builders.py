@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
@@ -160,6 +161,8 @@ def _spec(config: SimConfig, index: int) -> KVCacheSpec:
         return SlidingWindowSpec(sliding_window=group.window, **shape)
     if group.local_span is not None:
         return ChunkedLocalAttentionSpec(attention_chunk_size=group.local_span, **shape)
+    if group.replicated:
+        return MLAAttentionSpec(**shape, max_tp_shards=1)
     return FullAttentionSpec(**shape)
 
 

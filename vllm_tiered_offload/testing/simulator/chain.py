@@ -48,14 +48,22 @@ def sample(value: int) -> int:
 
 
 class SlotCode:
-    """Turns chain values into the words of every rank and layer of a KV group."""
+    """Turns chain values into the words of every rank and layer of a KV group; `replicated`: ranks have the same."""
 
-    def __init__(self, ranks: int, layers: int, group: int = 0, words_per_slot: int = WORDS_PER_SLOT) -> None:
-        shape = (ranks, layers, 1, words_per_slot)
+    def __init__(
+        self,
+        ranks: int,
+        layers: int,
+        group: int = 0,
+        words_per_slot: int = WORDS_PER_SLOT,
+        replicated: bool = False,
+    ) -> None:
+        shape = (1 if replicated else ranks, layers, 1, words_per_slot)
         rng = np.random.default_rng(7 + group)
         top = np.iinfo(np.uint64).max
-        self._odd = rng.integers(0, top, shape, dtype=np.uint64) | np.uint64(1)
-        self._salt = rng.integers(0, top, shape, dtype=np.uint64)
+        odd = rng.integers(0, top, shape, dtype=np.uint64) | np.uint64(1)
+        salt = rng.integers(0, top, shape, dtype=np.uint64)
+        self._odd, self._salt = (np.repeat(one, ranks // shape[0], axis=0) for one in (odd, salt))
 
     def words(self, values: list[int]) -> Words:
         """[rank, layer, position, word] for the given chain values."""

@@ -29,13 +29,14 @@ class SimGroup:
     `recurrent` (state instead of slots) is set.
 
     `block_factor`: its blocks are that many times as long as `SimConfig.block_size`, and its slots as much smaller, so
-    that the blocks of all groups have one size in bytes.
+    that the blocks of all groups have one size in bytes. `replicated`: every rank holds the same (MLA).
     """
 
     window: int | None = None
     local_span: int | None = None
     block_factor: int = 1
     recurrent: bool = False
+    replicated: bool = False
 
     @property
     def words_per_slot(self) -> int:
@@ -95,7 +96,8 @@ class SimConfig:
     def row_bytes(self) -> int:
         """Bytes of one region row, padding included."""
         chunk_tokens = self.blocks_per_chunk * self.block_size
-        return round_up(self.ranks * self.layers * chunk_tokens * self.slot_bytes, ROW_ALIGNMENT)
+        slots = 1 if all(group.replicated for group in self.groups) else self.ranks
+        return round_up(slots * self.layers * chunk_tokens * self.slot_bytes, ROW_ALIGNMENT)
 
     @property
     def max_pinned_blocks(self) -> int:
@@ -141,10 +143,13 @@ class SimConfig:
             f"w{one.window}" if one.window else f"l{one.local_span}" if one.local_span else "fr"[one.recurrent]
             for one in self.groups
         ]
-        return "+".join(f"{kind}x{one.block_factor}" for kind, one in zip(kinds, self.groups, strict=True))
+        return "+".join(
+            f"{kind}{'=' * one.replicated}x{one.block_factor}" for kind, one in zip(kinds, self.groups, strict=True)
+        )
 
 
 ONE_GROUP = (SimGroup(),)
+LATENT = (SimGroup(replicated=True),)
 SEVERAL_GROUPS = (
     (SimGroup(), SimGroup(window=9)),
     (SimGroup(block_factor=2), SimGroup(window=7)),
@@ -169,7 +174,7 @@ def rotation() -> Iterator[SimConfig]:
         rows = max(5, (96, 48, 72)[step % 3] // (chunk * block_size)) if tiers else (40, 8, 96)[step % 3]
         # By itself, and beside either kind of neighbour.
         several = step % 10 == 2 or step % 20 in (6, 13)
-        groups = SEVERAL_GROUPS[step // 10 % len(SEVERAL_GROUPS)] if several else ONE_GROUP
+        groups = SEVERAL_GROUPS[step // 10 % len(SEVERAL_GROUPS)] if several else (ONE_GROUP, LATENT)[step % 8 == 3]
         yield SimConfig(
             depth=depth,
             block_size=block_size,

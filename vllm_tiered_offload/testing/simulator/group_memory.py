@@ -16,7 +16,9 @@ class GroupMemory:
         self.index = index
         self.block_tokens = config.block_tokens(index)
         self._group = config.groups[index]
-        self.code = chain.SlotCode(config.ranks, config.layers, index, self._group.words_per_slot)
+        self.code = chain.SlotCode(
+            config.ranks, config.layers, index, self._group.words_per_slot, self._group.replicated
+        )
         self.slots = kv.reshape(config.ranks, config.layers, -1, self._group.words_per_slot)  # by slot number
         self._offsets = np.arange(self.block_tokens)
 
