@@ -205,6 +205,20 @@ def test_only_what_continues_the_prefix_is_promoted() -> None:
     assert h.tier.waiting[0].keys == (keys(1)[0],)
 
 
+def test_a_probe_knows_what_is_behind_and_moves_nothing() -> None:
+    """Each key is answered on its own: in the primary tier, behind it, nowhere; later on its way."""
+    h = Hierarchy()
+    h.manager.on_new_request(A)
+    h.store(keys(1), A)
+    h.tier.run_jobs()
+    h.seed(keys(1, first=1))
+    assert h.manager.probe(keys(3), A) == [HIT, HIT, MISS]
+    h.end_pass()
+    assert not h.tier.waiting
+    h.look(keys(2), A)
+    assert h.manager.probe(keys(3), A) == [HIT, PENDING, MISS]
+
+
 def test_one_promotion_for_fifty_requests() -> None:
     """Case 29: the first one asks for it, the others see it coming."""
     h = Hierarchy()

@@ -116,3 +116,24 @@ def test_what_a_hit_uses_is_touched_in_prefix_order() -> None:
     half.inner.update_state_after_alloc(request, ([], []), 0)
     full, window = keys_of(request, 0, range(12)), keys_of(request, 1, range(12))
     assert half.manager.touched == [[*full[:10], full[10], window[10], full[11], window[11]]]
+
+
+def test_nothing_is_promoted_that_no_hit_needs() -> None:
+    """A model with recurrent layers: full attention has 12 chunks, the last state is that after chunk 4.
+
+    Fails when the lookup, which sets off what other tiers have, asks for more than the 5 chunks and the state.
+    """
+    half = GroupedHalf(GroupShape(BLOCK, BLOCK, BLOCK, 0), GroupShape(BLOCK, BLOCK, BLOCK, 1, recurrent=True))
+    request = half.add("a", PROMPT)
+    half.keep(request, range(12), range(4, 5))
+    look_up, asked = half.manager.lookup, []
+    half.manager.probe = look_up  # type: ignore[method-assign]
+
+    def recorded(keys: Any, ctx: Any) -> list[LookupResult]:
+        asked.extend(keys)
+        return look_up(keys, ctx)
+
+    half.manager.lookup = recorded  # type: ignore[method-assign]
+    assert half.ask(request) == (5 * BLOCK, True)
+    assert asked == keys_of(request, 0, range(5)) + keys_of(request, 1, range(4, 5))
+    half.step()

@@ -64,12 +64,12 @@ class OffloadingManager(ABC):
         What another tier has may be set off to the rows, and is HIT_PENDING then.
         """
 
-    def probe(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """What is known of one chunk; nothing is moved for it. HIT means that some tier has it.
+    def probe(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:
+        """What is known of these chunks, and nothing is moved for it: HIT means that some tier has it.
 
         Most prompts are new, and nothing behind a chunk that is nowhere, or not known of yet, is of use.
         """
-        return self.lookup([key], req_context)[0]
+        return self.lookup(keys, req_context)
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:

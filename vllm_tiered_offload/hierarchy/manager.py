@@ -245,14 +245,16 @@ class TieringOffloadingManager(OffloadingManager):
             self._promote(keys, results, found, request)
         return results
 
-    def probe(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+    def probe(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[LookupResult]:
         request = self._admitted(req_context, "probe")
         if request is None:
-            return _MISS
+            return [_MISS] * len(keys)
         if self.guards:
             self._collect_once()
-        results, found = self._ask_everyone([key], request)
-        return _HIT if found else results[0]
+        results, found = self._ask_everyone(keys, request)
+        for index in found:
+            results[index] = _HIT
+        return results
 
     def _ask_everyone(
         self, keys: Sequence[OffloadKey], request: _Request

@@ -5,12 +5,12 @@ Everything that does not ask which blocks a hit needs is the base class's; reque
 that was taken is a part of the prefix.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any
 
-from vllm_tiered_offload.contract.jobs import LookupResult
+from vllm_tiered_offload.contract.jobs import LookupResult, ReqContext
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.lifecycle import Event
 from vllm_tiered_offload.contract.managers import OffloadingManager
@@ -67,35 +67,49 @@ class GroupedOffer(Offer):
 
 @dataclass(slots=True)
 class _Question:
-    """What the manager said about one request's chunks in the course of one lookup."""
+    """What the manager said about one request's chunks in the course of one lookup.
+
+    Where the hit ends is found out by probing, which moves nothing: of a long prefix that full attention could use,
+    only what the other groups can go on from is worth a promotion.
+    """
 
     manager: OffloadingManager
     state: RequestState
     keys: dict[int, ChunkKeys]  # by group
-    answers: dict[OffloadKey, LookupResult] = field(default_factory=dict)
+    probed: dict[OffloadKey, LookupResult] = field(default_factory=dict)
+    answers: dict[OffloadKey, LookupResult] = field(default_factory=dict)  # of lookups
 
     def slice(self, shape: GroupShape, chunks: ChunkRange) -> list[OffloadKey]:
         return self.keys[shape.group_idx].slice(chunks.first, chunks.end)
 
     def present(self, shape: GroupShape, chunks: ChunkRange) -> int:
         """How many leading chunks are there, or may yet turn out to be."""
-        found = self._answers_of(self.slice(shape, chunks))
+        found = self._known(self.probed, self.manager.probe, self.slice(shape, chunks))
         return found.index(LookupResult.MISS) if LookupResult.MISS in found else len(found)
 
     def readable(self, shape: GroupShape, chunks: ChunkRange) -> int:
         """How many leading chunks are readable now."""
-        return readable_prefix(self._answers_of(self.slice(shape, chunks))).hits
+        return readable_prefix(self.look_up(self.slice(shape, chunks))).hits
 
-    def _answers_of(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
-        """What is known of the leading keys, up to the first that is missing: behind it nobody has looked."""
-        known = [self.answers[key] for key in takewhile(self.answers.__contains__, keys)]
-        if len(known) < len(keys) and LookupResult.MISS not in known:
-            more = self.manager.lookup(keys[len(known) :], self.state.ctx)
+    def look_up(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """What is known of the leading keys, up to the first that is missing; what another tier has is set off."""
+        return self._known(self.answers, self.manager.lookup, keys)
+
+    def _known(
+        self,
+        known: dict[OffloadKey, LookupResult],
+        ask: Callable[[Sequence[OffloadKey], ReqContext], list[LookupResult]],
+        keys: Sequence[OffloadKey],
+    ) -> list[LookupResult]:
+        """Behind the first key that is missing nobody has looked."""
+        found = [known[key] for key in takewhile(known.__contains__, keys)]
+        if len(found) < len(keys) and LookupResult.MISS not in found:
+            more = ask(keys[len(found) :], self.state.ctx)
             if LookupResult.MISS in more:
                 more = more[: more.index(LookupResult.MISS) + 1]
-            self.answers.update(zip(keys[len(known) :], more, strict=False))
-            known += more
-        return known
+            known.update(zip(keys[len(found) :], more, strict=False))
+            found += more
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +174,7 @@ class GroupedScheduler(OffloadingConnectorScheduler):
         limit = strides.end * self._stride
         end = longest_hit(self._shapes, self._stride, num_computed_tokens, limit, question.present)
         parts = self._parts(question, num_computed_tokens, end)
-        answers = [question.answers[key] for part in parts for key in part.keys]
+        answers = [answer for part in parts for answer in question.look_up(part.keys)]
         if self._should_wait(state, parts, answers):
             return ASK_AGAIN
         if answers.count(LookupResult.HIT) < len(answers):
@@ -174,8 +188,8 @@ class GroupedScheduler(OffloadingConnectorScheduler):
         if not shape.reads_all:
             return LookupResult.HIT
         chunk = local_tokens // shape.chunk_tokens
-        (key,) = state.keys[0].slice(chunk, chunk + 1)
-        return self._manager.probe(key, state.ctx)
+        (answer,) = self._manager.probe(state.keys[0].slice(chunk, chunk + 1), state.ctx)
+        return answer
 
     def _keys_by_group(self, state: RequestState) -> dict[int, ChunkKeys]:
         return {shape.group_idx: keys for shape, keys in zip(self._shapes, state.keys, strict=True)}
@@ -188,8 +202,8 @@ class GroupedScheduler(OffloadingConnectorScheduler):
         parts = [_Part(shape, chunks, question.slice(shape, chunks)) for shape, chunks in ranges if not chunks.empty]
         if self._events is not None:
             for part in parts:
-                answers = [question.answers[key] for key in part.keys]
-                self._note_found(self._events, question.state, part.chunks.first, part.keys, answers)
+                answers = question.look_up(part.keys)
+                self._note_found(self._events, question.state, part.chunks.first, part.keys[: len(answers)], answers)
         return tuple(parts)
 
     def _should_wait(self, state: RequestState, parts: Sequence[_Part], answers: Sequence[LookupResult]) -> bool:

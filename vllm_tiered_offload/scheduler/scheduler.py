@@ -266,7 +266,7 @@ class OffloadingConnectorScheduler:
         head = state.keys[0].slice(first, min(first + 1, chunks.end))
         if not head:
             return wait.note(chunks, Prefix(begin, None), all_known=True)
-        answer = self._manager.probe(head[0], state.ctx)
+        (answer,) = self._manager.probe(head, state.ctx)
         if answer is _MISS or answer is _RETRY:
             return wait.note(chunks, Prefix(begin, answer), all_known=answer is _MISS)
         if answer is _HIT_PENDING and wait.waits_for_one(chunks):

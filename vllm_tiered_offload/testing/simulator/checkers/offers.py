@@ -77,8 +77,8 @@ class D5OwnKeys(Checker):
                 return request, own
         raise self.broken(f"{call}: not all {len(keys)} keys are the request's", ctx.req_id)
 
-    def _probe(self, key: OffloadKey, ctx: ReqContext) -> None:
-        self._own("probe", [key], ctx)
+    def _probe(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
+        self._own("probe", keys, ctx)
 
     def _lookup(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         self._own("lookup", keys, ctx)

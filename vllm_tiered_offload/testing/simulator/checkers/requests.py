@@ -187,9 +187,9 @@ class V1BoundedWaiting(Checker):
             self._progress[ctx.req_id] = (end, now)
         self._stopped_by[ctx.req_id] = results[hits] if hits < len(results) else LookupResult.HIT
 
-    def _probed(self, result: LookupResult, key: OffloadKey, ctx: ReqContext) -> None:
-        if result is not LookupResult.HIT:  # else a lookup follows
-            self._looked_up([result], [key], ctx)
+    def _probed(self, results: list[LookupResult], keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
+        if results[0] is not LookupResult.HIT:  # else a lookup follows
+            self._looked_up(results, keys, ctx)
 
     def _chunk(self, req_id: str, key: OffloadKey) -> int:
         """Which chunk of the request has this key."""
