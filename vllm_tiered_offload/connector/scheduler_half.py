@@ -57,6 +57,12 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Of
         settings, engine_id=transfer.engine_id, events=events, clock=clock, region_access=region_access
     )
     shapes = group_shapes(vllm_config, kv_cache_config, settings.blocks_per_chunk)
+    if settings.blocks_per_chunk > 1 and any(shape.recurrent for shape in shapes):
+        logger.warning(
+            "blocks_per_chunk is %d and the model has recurrent layers: few of the states that vLLM keeps lie at a "
+            "chunk's end, and only those bring anything back; set it to 1",
+            settings.blocks_per_chunk,
+        )
     role = Role(stores=transfer.is_kv_producer, loads=transfer.is_kv_consumer)
     ledger = event_ledger(manager, shapes) if events else None
     if len(shapes) == 1 and shapes[0].reads_all and shapes[0].group_idx == 0:
