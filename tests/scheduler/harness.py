@@ -29,6 +29,7 @@ class Block:
     block_id: int
     ref_cnt: int = 0
     is_null: bool = False
+    block_hash_num_tokens: int | None = None
 
 
 class Pool:

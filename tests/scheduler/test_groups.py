@@ -40,9 +40,19 @@ def local(span: int, block: int = 4, per_chunk: int = 1, group: int = 2) -> Grou
     return GroupShape(block, block * per_chunk, 4, group, local_span=span)
 
 
+def recurrent(block: int = 4, per_chunk: int = 1, group: int = 3) -> GroupShape:
+    return GroupShape(block, block * per_chunk, 4, group, recurrent=True)
+
+
+KINDS = [
+    sliding,
+    local,
+    lambda _reach, block, per_chunk: full(block, per_chunk),
+    lambda _reach, block, per_chunk: recurrent(block, per_chunk),
+]
 ANY_SHAPE = st.builds(
     lambda kind, reach, block, per_chunk: kind(reach, block, per_chunk),
-    st.sampled_from([sliding, local, lambda _reach, block, per_chunk: full(block, per_chunk)]),
+    st.sampled_from(KINDS),
     st.integers(1, 40),
     st.sampled_from([4, 8, 12]),
     st.integers(1, 4),
@@ -56,9 +66,10 @@ def vllm_manager(shape: GroupShape) -> Any:
     from vllm.v1.core.single_type_kv_cache_manager import (
         ChunkedLocalAttentionManager,
         FullAttentionManager,
+        MambaManager,
         SlidingWindowManager,
     )
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     common: dict[str, Any] = {
         "block_size": shape.block_tokens,
@@ -73,9 +84,15 @@ def vllm_manager(shape: GroupShape) -> Any:
             ChunkedLocalAttentionManager,
             ChunkedLocalAttentionSpec(attention_chunk_size=shape.local_span or 0, **common),
         ),
+        "state": lambda: (
+            MambaManager,
+            MambaSpec(shapes=((8,),), dtypes=(torch.float32,), block_size=shape.block_tokens),
+        ),
         "full": lambda: (FullAttentionManager, FullAttentionSpec(**common)),
     }
-    kind, spec = kinds["window" if shape.window else "span" if shape.local_span else "full"]()
+    kind, spec = kinds[
+        "window" if shape.window else "span" if shape.local_span else "state" if shape.recurrent else "full"
+    ]()
     return kind(
         kv_cache_spec=spec,
         block_pool=pool,
@@ -85,12 +102,14 @@ def vllm_manager(shape: GroupShape) -> Any:
     )
 
 
-@pytest.mark.parametrize("shape", [full(), sliding(32, 16), sliding(5), sliding(9, 8), local(8), local(12, 8)])
+@pytest.mark.parametrize(
+    "shape", [full(), sliding(32, 16), sliding(5), sliding(9, 8), local(8), local(12, 8), recurrent()]
+)
 def test_case_33_reach_is_that_of_vllm_at_every_token_count(shape: GroupShape) -> None:
     """One token less or more in `first_needed` fails it."""
     manager = vllm_manager(shape)
     for position in range(200):
-        assert shape.first_needed(position) == manager.get_num_skipped_tokens(position)
+        assert shape.first_needed(position) == max(0, manager.get_num_skipped_tokens(position))
 
 
 def test_case_33_tokens_kept_beyond_the_window_count() -> None:
@@ -179,6 +198,23 @@ def test_a_chunk_whose_window_vllm_gave_up_is_not_stored() -> None:
     assert plan_chunk(shape, 0, 8, [null, *blocks]) is not None  # its first block is out of every hit's reach
     assert plan_chunk(shape, 3, 8, [null, null, *blocks]) is None  # not there yet
     assert plan_chunk(full(per_chunk=2), 0, 8, [null, *blocks]) is None
+
+
+@pytest.mark.parametrize("hashed_tokens", [None, 8, 12, 15, 32])
+def test_a_state_at_another_place_is_not_stored(hashed_tokens: int | None) -> None:
+    """Chunk 1 ends at token 16. vLLM has a block there that holds no state, or one from before or behind its end, where
+    a kernel exports states inside a step, or hits end inside blocks.
+
+    Fails when a block that is there counts as holding the state at its end.
+    """
+    null = Block(0, is_null=True)
+    shape, table = recurrent(per_chunk=2), [null, null, null, Block(7, block_hash_num_tokens=hashed_tokens)]
+    assert plan_chunk(shape, 1, 8, table) is None
+    table[3].block_hash_num_tokens = 16
+    kept = plan_chunk(shape, 1, 8, table)
+    assert kept is not None
+    assert (kept.first_sub_block, [block.block_id for block in kept.blocks]) == (1, [7])
+    assert plan_chunk(shape, 0, 8, table) is None
 
 
 def test_chunks_of_a_group_share_a_transfer_unless_their_front_is_left_out() -> None:

@@ -212,8 +212,7 @@ def test_case_31_hits_end_at_a_state(simulate: Any) -> None:
 def test_a_state_is_stored_where_a_step_ended(simulate: Any) -> None:
     """60 tokens in one step: vLLM keeps the state before the last token, none of those that the step passed by.
 
-    Another end after 30 of them finds no state to go on from. Fails (d1) when any block of state is stored that is
-    full, and (bytes) when a hit of the attention group is enough.
+    Another end after 30 of them finds no state to go on from. Fails when the lookup asks the attention group alone.
     """
     sim = simulate(num_blocks=60, groups=(FULL, STATE), token_budget=64)
     run_one(sim, tokens(61), 1)
