@@ -7,7 +7,8 @@ all ranks side by side. Rows are padded to 4096 bytes so that O_DIRECT and RDMA 
     slot:  | block 0 | block 1 | ... | block blocks_per_chunk-1 |
     block: | page of layer 0 | page of layer 1 | ... |        (packed, the worker's KV tensor layout decides the order)
 
-With several KV groups of different size a slot is as long as the largest group needs.
+With several KV groups of different size a slot is as long as the largest group needs. A rank whose KV the one before it
+holds as well (MLA) has a slot of no bytes, and loads from that one's.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ class GroupGeometry:
 
 @dataclass(frozen=True, slots=True)
 class RegionGeometry:
-    """Rows of the host region; `slot_bytes[rank]` is that rank's part of each row."""
+    """Rows of the host region; `slot_bytes[rank]` is the part of each row that this rank writes."""
 
     num_rows: int
     slot_bytes: tuple[int, ...]
