@@ -188,7 +188,9 @@ class V3PartialStores(Checker):
         tokens, begin = self.sim.config.block_tokens(group), place * self._stride
         table = self.sim.scheduler.kv_cache_manager.get_block_ids(req_id)[group]
         blocks = table[begin // tokens : (begin + self._stride) // tokens]
-        return null in blocks or begin + tokens <= self.sim.runner.groups[group].first_read(request.num_computed_tokens)
+        return (
+            null in blocks or begin + tokens <= self.sim.runner.groups[group].read_by(request.num_computed_tokens).start
+        )
 
     def _offered(self, prepared: PreparedStore, offers: Sequence[StoreOffer]) -> None:
         for (keys, ctx), accepted in zip(offers, prepared.accepted, strict=True):
