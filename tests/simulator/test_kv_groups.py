@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 from sim_helpers import push_out, run_one, step_until, tokens
 
-from vllm_tiered_offload.testing.simulator.config import ALL_PINS, LATENT, SEVERAL_GROUPS, SimConfig, SimGroup
+from vllm_tiered_offload.testing.simulator.config import (
+    ALL_PINS,
+    BESIDE_A_NEIGHBOUR,
+    LATENT,
+    SEVERAL_GROUPS,
+    SimConfig,
+    SimGroup,
+)
 from vllm_tiered_offload.testing.simulator.episodes import run_episode
 
 FULL, WINDOW, STATE = SimGroup(), SimGroup(window=9), SimGroup(recurrent=True)
@@ -175,12 +182,12 @@ def test_a_prompt_comes_back_whole_though_pins_are_short(
     sim.converge()
 
 
-@pytest.mark.parametrize("number", range(len(SEVERAL_GROUPS)))
+@pytest.mark.parametrize("number", range(len(BESIDE_A_NEIGHBOUR)))
 def test_random_episode_beside_a_neighbour(number: int) -> None:
     """MultiConnector: some prefixes are the other connector's, and are stored by us once they are there (case 10)."""
     config = replace(
         ROOMY,
-        groups=SEVERAL_GROUPS[number],
+        groups=BESIDE_A_NEIGHBOUR[number],
         neighbour=("async", "sync")[number % 2],
         neighbour_first=number % 3 > 0,
         depth=1 + number % 2,

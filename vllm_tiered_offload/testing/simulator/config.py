@@ -163,6 +163,8 @@ SEVERAL_GROUPS = (
     (SimGroup(recurrent=True), SimGroup(recurrent=True), SimGroup()),
     (SimGroup(), SimGroup(window=6), SimGroup(recurrent=True)),
 )
+# The neighbour brings slots, not states.
+BESIDE_A_NEIGHBOUR = tuple(groups for groups in SEVERAL_GROUPS if not any(group.recurrent for group in groups))
 
 
 def rotation() -> Iterator[SimConfig]:
@@ -174,7 +176,8 @@ def rotation() -> Iterator[SimConfig]:
         rows = max(5, (96, 48, 72)[step % 3] // (chunk * block_size)) if tiers else (40, 8, 96)[step % 3]
         # By itself, and beside either kind of neighbour.
         several = step % 10 == 2 or step % 20 in (6, 13)
-        groups = SEVERAL_GROUPS[step // 10 % len(SEVERAL_GROUPS)] if several else (ONE_GROUP, LATENT)[step % 8 == 3]
+        choice = SEVERAL_GROUPS if step % 10 == 2 else BESIDE_A_NEIGHBOUR
+        groups = choice[step // 10 % len(choice)] if several else (ONE_GROUP, LATENT)[step % 8 == 3]
         yield SimConfig(
             depth=depth,
             block_size=block_size,
