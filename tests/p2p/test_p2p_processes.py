@@ -83,7 +83,7 @@ def test_the_owner_is_killed_in_the_middle_of_a_transfer(owners: list[OwnerProce
     Made to fail by leaving the monitor of the connection out.
     """
     for number, part in enumerate((0.02, 0.3, 0.5, 0.9)):
-        owners.append(OwnerProcess(seconds_a_row=0.01))
+        owners.append(OwnerProcess(seconds_a_row=0.004))
         puller = new_puller(owners[-1].port, pull_timeout=30.0, silence_timeout=20.0)
         puller.begin()
         assert puller.look(KEYS) == [HIT] * CHUNKS

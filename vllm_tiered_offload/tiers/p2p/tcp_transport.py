@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import zmq
 
-from vllm_tiered_offload.contract.seams import Clock, monotonic
 from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES, RunningChecksum
 from vllm_tiered_offload.tiers.p2p.framing import LENGTH, PIECE_BYTES, frame, set_options
 from vllm_tiered_offload.tiers.p2p.instructions import Address
@@ -23,8 +22,7 @@ from vllm_tiered_offload.tiers.p2p.transport import Event, Garbled, Heard, Lost,
 
 CONNECT_SECONDS = 2.0
 BYTES_A_TURN = 4 << 20  # of one connection, before others have theirs
-WAKE_SECONDS = 0.02  # between two looks at rows that come, while no more than WAKE_BYTES do
-WAKE_BYTES = 4 << 20
+WAKE_BYTES = 256 << 10
 MAX_UNSENT = 4 << 20  # bytes said to a peer that does not take them
 
 
@@ -93,7 +91,6 @@ class _Connection:
     data: Data | None = None
     parts: deque[int] = field(default_factory=deque)
     enough: int = 1  # bytes that have to be there to wake us
-    looked: float = 0.0  # when we did so last (clock)
 
     def expect(self, coming: _Bytes | _Landing, step: Callable[["_Connection"], Event | None]) -> None:
         self.coming, self.step = coming, step
@@ -102,11 +99,8 @@ class _Connection:
 class TcpTransport:
     """A connection to each peer. `ring` wakes the thread that owns this; `place` says where a row goes."""
 
-    def __init__(
-        self, poller: zmq.Poller, row_bytes: int, place: PlaceRow, ring: Callable[[], None], clock: Clock = monotonic
-    ) -> None:
+    def __init__(self, poller: zmq.Poller, row_bytes: int, place: PlaceRow, ring: Callable[[], None]) -> None:
         self._poller = poller
-        self._clock = clock
         self._place = place
         self._ring = ring
         # The connection of each peer, made or being made.
@@ -199,23 +193,12 @@ class TcpTransport:
                     yield event
         if connection.dropped:
             return
-        self._wait_for(connection, source, self._enough(connection, BYTES_A_TURN - budget))
+        self._wait_for(connection, source, min(connection.coming.left, WAKE_BYTES))
         if isinstance(connection.coming, _Landing):
             yield Moving(connection.address)
 
-    def _enough(self, connection: _Connection, received: int) -> int:
-        """Bytes that are worth waking up for: of rows, what comes in WAKE_SECONDS at the pace of the last turn.
-
-        Each wake-up costs more than the next packet's copy. Where the owner is on this machine it also takes the
-        processor from the owner's thread, which then has to wait until everybody else had it.
-        """
-        now = self._clock()
-        pace, connection.looked = received / max(now - connection.looked, 1e-6), now
-        behind = len(connection.parts) * (len(self._unwanted) + HEADER_BYTES)
-        worthwhile = min(connection.coming.left + behind, WAKE_BYTES, int(pace * WAKE_SECONDS))
-        return max(worthwhile, min(connection.coming.left, WAKE_BYTES // 16))
-
     def _wait_for(self, connection: _Connection, source: socket.socket, enough: int) -> None:
+        """Be woken when so many bytes are there: of a row, more than the next packet, which costs less than waking."""
         if enough != connection.enough:
             connection.enough = enough
             source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
