@@ -11,7 +11,6 @@ import pytest
 from sim_helpers import push_out, run_one, status, step_until, tokens
 
 from vllm_tiered_offload.connector import views
-from vllm_tiered_offload.connector.views import SESSIONS_KEEP_TRUE_HASHES
 from vllm_tiered_offload.testing.simulator.config import ALL_PINS, SAVES
 
 Simulate = Callable[..., Any]
@@ -320,16 +319,17 @@ def test_stores_of_a_step_without_tokens_are_submitted(simulate: Simulate, saves
     """With async scheduling a request's last chunk may be stored by a step that computes nothing. In such a step vLLM
     0.30 leaves wait_for_save out, and 0.33 may call it after it asked for results.
 
-    Mutation: a worker half that submits stores in wait_for_save alone is busy for ever (v5) in the order of 0.30.
+    Mutation: a worker half that submits stores in wait_for_save alone is busy until the job's deadline with 0.30.
     """
     sim = simulate(depth=2, saves=saves)
     without_tokens = 0
     for length in range(20, 29):
         sim.add_request(tokens(length, length), 1 + length % 3)
-        while sim.has_work():
-            step = sim.step()
+        for _ in range(100):
+            step = sim.step() if sim.has_work() else None
             if step is not None and not step.output.total_num_scheduled_tokens:
                 without_tokens += len(step.message.stores)
+        assert not sim.has_work()
     assert without_tokens > 0
 
 
@@ -352,6 +352,7 @@ def test_sessions_whose_hashes_lie_are_not_offloaded(simulate: Simulate, monkeyp
 
 
 @DEPTHS
+@pytest.mark.skipif(not views.SESSIONS_KEEP_TRUE_HASHES, reason="sessions are not offloaded on vLLM before 0.32")
 def test_session_continues_on_its_own_blocks(simulate: Simulate, depth: int) -> None:
     """A streaming session's block hashes shrink when it takes new input (its last token is dropped): stores go on.
 
@@ -366,8 +367,7 @@ def test_session_continues_on_its_own_blocks(simulate: Simulate, depth: int) -> 
     whole = list(sim.live["session"].all_token_ids)
     sim.end_sessions()
     sim.run_until_idle()
-    stored = (len(whole) - 1) // 4 if SESSIONS_KEEP_TRUE_HASHES else 0
-    assert len(sim.blocks_moved("store", "session")) == stored
+    assert len(sim.blocks_moved("store", "session")) == (len(whole) - 1) // 4
     push_out(sim)
     run_one(sim, [*first, 5], 1, "old")
     push_out(sim)
