@@ -188,7 +188,7 @@ class Engine:
         result = self.result(self.submit(keys, req=req))
         for row, key in enumerate(keys):
             if key in result.successful_keys:
-                assert bytes(self.memory.rows[row]) == content(key, ROW), "a wrong byte"
+                assert bytes(self.memory.rows[row]) == content(key, self.memory.geometry.row_bytes), "a wrong byte"
         return result.successful_keys
 
     def stat(self, name: str) -> float:

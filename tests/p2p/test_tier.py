@@ -13,8 +13,9 @@ from p2p_kit import PATIENCE, ROW, A, Engine, Serving, content, cpu_seconds, key
 from vllm_tiered_offload import JobResult, LookupResult, ReqContext
 from vllm_tiered_offload.testing.conformance.material import make_fingerprint
 from vllm_tiered_offload.tiers.block_frame import RunningChecksum
+from vllm_tiered_offload.tiers.p2p.keys import new_keys, write_key_file
 from vllm_tiered_offload.tiers.p2p.leases import PromisedRow
-from vllm_tiered_offload.tiers.p2p.messages import Reason
+from vllm_tiered_offload.tiers.p2p.messages import MAX_MESSAGE_BYTES, Reason
 from vllm_tiered_offload.tiers.p2p.serving import SendRows
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -326,6 +327,29 @@ def test_a_crowd_waits_for_a_bounded_time(new_engine: NewEngine) -> None:
     started = time.monotonic()
     assert puller.look(KEYS, puller.begin(ReqContext("next"))) == [HIT] * 8
     assert time.monotonic() - started < 1.0
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("row_bytes", [1 << 20, MAX_MESSAGE_BYTES // 4096 * 4096 + 4096, 4 << 20])
+def test_rows_of_any_size(new_engine: NewEngine, tmp_path: Path, row_bytes: int, encrypted: bool) -> None:
+    """Rows are no messages, and may be larger. Encrypted ones of more than a message's size ended the connection when
+    the limit left no room for what the encryption adds."""
+    owner, puller, peer = ({}, {}, {"host": "127.0.0.1"}) if not encrypted else keyed_pair(tmp_path)
+    engine = new_engine(rows=16, row_bytes=row_bytes, lease_share=1.0, **owner)
+    engine.put(KEYS)
+    pulling = new_engine(peers_block=[{**peer, "port": engine.port}], rows=8, row_bytes=row_bytes, **puller)
+    assert pulling.look(KEYS, pulling.begin()) == [HIT] * 8
+    assert pulling.load(KEYS) == tuple(KEYS)
+
+
+def keyed_pair(directory: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Settings of an owner and of a puller with keys, and how the puller knows the owner."""
+    keys, files = [new_keys(), new_keys()], [str(directory / name) for name in ("owner", "puller")]
+    for file, pair in zip(files, keys, strict=True):
+        write_key_file(file, pair)
+    theirs, mine = (pair.public.decode("ascii") for pair in keys)
+    owner = {"key_file": files[0], "allowed_keys": [mine]}
+    return owner, {"key_file": files[1]}, {"host": "127.0.0.1", "public_key": theirs}
 
 
 def test_a_puller_that_cannot_start_holds_up_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

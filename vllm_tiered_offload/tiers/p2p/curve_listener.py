@@ -17,7 +17,7 @@ from vllm_tiered_offload.tiers.p2p.leases import PeerId
 from vllm_tiered_offload.tiers.p2p.listener import Arrived, Gone, RowToSend
 from vllm_tiered_offload.tiers.p2p.messages import MAX_MESSAGE_BYTES, Data, encode
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
-from vllm_tiered_offload.tiers.p2p.sockets import endpoint, receive_parts, set_common_options
+from vllm_tiered_offload.tiers.p2p.sockets import CURVE_BYTES, endpoint, receive_parts, set_common_options
 
 SEND_QUEUE = 64  # messages to one peer that it has not taken
 MESSAGES_A_TURN = 64
@@ -25,7 +25,7 @@ _PARTS = 2  # of what a peer may say: its routing id and the message
 
 _OPTIONS = [
     (zmq.ROUTER_MANDATORY, 1),  # a full queue is an error, not a silent loss
-    (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+    (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + CURVE_BYTES),
     (zmq.RCVHWM, 64),
     (zmq.SNDHWM, SEND_QUEUE),
     (zmq.HANDSHAKE_IVL, 2000),

@@ -11,7 +11,7 @@ from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
 from vllm_tiered_offload.tiers.p2p.instructions import Address
 from vllm_tiered_offload.tiers.p2p.keys import OwnKeys
 from vllm_tiered_offload.tiers.p2p.messages import MAX_MESSAGE_BYTES, Data, MessageError, decode_answer
-from vllm_tiered_offload.tiers.p2p.sockets import endpoint, receive_parts, set_common_options
+from vllm_tiered_offload.tiers.p2p.sockets import CURVE_BYTES, endpoint, receive_parts, set_common_options
 from vllm_tiered_offload.tiers.p2p.transport import Event, Garbled, Heard, Lost
 
 _DATA_PARTS = 3  # the message, one row, its header
@@ -51,7 +51,7 @@ class CurveTransport:
         self._own_keys = own_keys
         self._public_keys = public_keys
         self._options = [
-            (zmq.MAXMSGSIZE, max(row_bytes, HEADER_BYTES, MAX_MESSAGE_BYTES)),
+            (zmq.MAXMSGSIZE, max(row_bytes, HEADER_BYTES, MAX_MESSAGE_BYTES) + CURVE_BYTES),
             (zmq.RCVHWM, 64),
             (zmq.SNDHWM, 256),
             (zmq.RECONNECT_IVL, -1),

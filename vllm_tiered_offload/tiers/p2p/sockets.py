@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 import zmq
 
+# MAXMSGSIZE counts what is on the wire: under CURVE a nonce and an authenticator more, some 40 bytes.
+CURVE_BYTES = 64
+
 
 def receive_parts(socket: "zmq.Socket[bytes]", max_parts: int) -> list[zmq.Frame]:
     """One wire message, of which at most `max_parts` + 1 parts are kept. Raises zmq.Again where there is none."""
