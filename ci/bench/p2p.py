@@ -105,7 +105,6 @@ def main() -> None:
         for size, row_bytes in SIZES.items():
             name = f"{case}_{size}"
             if arguments.only in (None, name):
-                log(name)
                 ours, theirs = measure(make_sides, row_bytes, turns)
                 ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
                 figures[f"{name}_ratio"] = statistics.median(ratios)
@@ -114,6 +113,7 @@ def main() -> None:
                 spread = [min(ratios), statistics.median(ratios), max(ratios)]
                 rows.append([name, *(f"{speed:.2f}" for speed in speeds), *(f"{ratio:.2f}" for ratio in spread)])
                 rows[-1].append(f"{GOALS[case]:.1f}" if case in GOALS else "-")
+                log(" ".join(rows[-1]))
     table(["rows", "ours GB/s", "theirs GB/s", "ratio min", "median", "max", "goal"], rows)
     write_results(figures, arguments.json)
 
