@@ -27,6 +27,10 @@ from vllm_tiered_offload.scheduler.views import GroupShape
 PAGE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
 
 
+def engine(prefix_caching: bool = True) -> Any:
+    return SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching))
+
+
 def full(block: int = 16) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=block, **PAGE)
 
@@ -96,7 +100,7 @@ SERVED: dict[str, tuple[Callable[[], KVCacheConfig], list[GroupShape]]] = {
 @pytest.mark.parametrize("case", SERVED)
 def test_case_51_offloaded(case: str) -> None:
     make, wanted = SERVED[case]
-    assert why_not_offloadable(make()) is None
+    assert why_not_offloadable(engine(), make()) is None
     assert list(group_shapes(None, make(), 2)) == wanted
 
 
@@ -133,9 +137,19 @@ if "bounded_replay" not in SlidingWindowMLASpec.__dataclass_fields__:  # before 
 @pytest.mark.parametrize("case", NOT_SERVED)
 def test_case_51_served_without_offloading(case: str) -> None:
     make, reason = NOT_SERVED[case]
-    said = why_not_offloadable(make())
+    said = why_not_offloadable(engine(), make())
     assert said is not None
     assert re.search(reason, said), said
+
+
+def test_latent_attention_that_cannot_go_on_from_a_prefix() -> None:
+    """vLLM's CPU backend without AMX turns prefix caching off for MLA: answers behind a loaded prefix were others."""
+    latent = config(MLAAttentionSpec(block_size=16, **PAGE))
+    said = why_not_offloadable(engine(prefix_caching=False), latent)
+    assert said is not None
+    assert "no prefix caching for MLA" in said
+    assert why_not_offloadable(engine(), latent) is None
+    assert why_not_offloadable(engine(prefix_caching=False), config(full())) is None
 
 
 def test_what_is_not_loaded_is_not_said_to_be() -> None:

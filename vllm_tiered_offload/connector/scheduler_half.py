@@ -44,7 +44,7 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Of
     """The scheduler half, or None (said once) where this model is served without offloading."""
     settings = parse_settings(vllm_config)
     warn_once_at_start(vllm_config)
-    reason = why_not_offloadable(kv_cache_config)
+    reason = why_not_offloadable(vllm_config, kv_cache_config)
     if reason is not None:
         logger.warning("nothing is offloaded: %s", reason)
         return None

@@ -53,7 +53,7 @@ class WorkerHalf:
 
         Called again, with other memory of the same shape: copies of the former end first, the region stays.
         """
-        if why_not_offloadable(self._kv_cache_config) is not None:
+        if why_not_offloadable(self._vllm_config, self._kv_cache_config) is not None:
             return
         layouts = self._layouts(kv_caches)
         signature = "|".join(layout.signature for layout in layouts)
