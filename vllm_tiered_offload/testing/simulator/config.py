@@ -83,6 +83,12 @@ class SimConfig:
         return self.block_size * self.groups[group].block_factor
 
     @property
+    def has_one_full_group(self) -> bool:
+        """Whether a hit is a prefix of one list of chunks, as with full attention alone."""
+        [first, *others] = self.groups
+        return not (others or first.window or first.local_span or first.recurrent)
+
+    @property
     def hash_tokens(self) -> int:
         """Tokens of one block hash."""
         return gcd(*(self.block_tokens(group) for group in range(len(self.groups))))

@@ -153,8 +153,8 @@ class V1BoundedWaiting(Checker):
     RETRY is answered for `retry_timeout` from a request's first lookup at most, HIT_PENDING for `pending_timeout` from
     the last time that more of the prefix was readable, a load of the same prefix by another request likewise, and for
     the region `region_timeout` from the first question.
-    A connector whose lookups cannot be seen has `LIMIT` simulated seconds, and so has a model with several KV groups,
-    where one question takes many lookups.
+    A connector whose lookups cannot be seen has `LIMIT` simulated seconds, and so has a model with any but one group of
+    full attention, where one question takes many lookups, each of what a hit at another place would need.
 
     Does not check who caused the wait, nor waits that vLLM does not ask about (a full pool).
     """
@@ -172,7 +172,7 @@ class V1BoundedWaiting(Checker):
         self._progress: dict[str, tuple[int, float]] = {}  # end of what is readable, when it came to be there
         self._stopped_by: dict[str, LookupResult] = {}  # what ended the prefix of its last lookup
         self._region_asked: float | None = None
-        self._sees_lookups = hasattr(sim.manager, "lookup") and len(sim.config.groups) == 1
+        self._sees_lookups = hasattr(sim.manager, "lookup") and sim.config.has_one_full_group
         if self._sees_lookups:
             spy(sim.manager, "lookup", lambda *_args: None, self._looked_up)
             spy(sim.manager, "probe", lambda *_args: None, self._probed)
