@@ -12,6 +12,11 @@ from .workload import ANSWER_TOKENS, BLOCK, Answers, ask_twice, contents, conver
 def equal_and_loaded(server: Server, wanted: Answers) -> None:
     """Answers from computing, from the device and from host memory equal the engine's without us, bit for bit, and
     the counters prove where each came from."""
+    came_from_host(*equal_from_every_source(server, wanted))
+
+
+def equal_from_every_source(server: Server, wanted: Answers) -> tuple[Metrics, Metrics]:
+    """Answers equal those of the engine without us; the counters before and after those from host memory."""
     answers = ask_twice(server, conversations())
     push_out(server, seed=1)
     before = server.settled_metrics()
@@ -22,7 +27,7 @@ def equal_and_loaded(server: Server, wanted: Answers) -> None:
     assert contents(answers.device) == contents(wanted.device)
     # A prompt that is loaded computes the same tail as a device hit does.
     assert contents(from_host) == contents(wanted.device)
-    came_from_host(before, after)
+    return before, after
 
 
 def came_from_host(before: Metrics, after: Metrics) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from .checks import comes_to_rest, loaded_tokens, served_well
+from .checks import comes_to_rest, equal_from_every_source, loaded_tokens, served_well
 from .engine import CONNECTOR, Engine, python_path
 from .tiny_kinds import make_tiny_qwen_next
 from .trouble import HERE, install
-from .workload import ANSWER_TOKENS, Answers, ask_twice, contents, conversations, prompt, push_out
+from .workload import ANSWER_TOKENS, Answers, ask_twice, conversations, prompt, push_out
 
 CACHE = [
     "--enable-prefix-caching",
@@ -53,15 +53,7 @@ def test_answers_are_equal_from_every_source(wanted: Answers, offload: Engine) -
     assert "4 KV groups" in offload.log.read_text()
     server = offload.server()
     start = server.settled_metrics()
-    answers = ask_twice(server, conversations())
-    push_out(server, seed=1)
-    before = server.settled_metrics()
-    from_host = [server.complete(one, ANSWER_TOKENS) for one in conversations()]
-    after = server.settled_metrics()
-
-    assert contents(answers.cold) == contents(wanted.cold)
-    assert contents(answers.device) == contents(wanted.device)
-    assert contents(from_host) == contents(wanted.device)
+    before, after = equal_from_every_source(server, wanted)
     from_device = before.cached_tokens("device") - start.cached_tokens("device")
     assert after.cached_tokens("host") - before.cached_tokens("host") == from_device > 0
     assert after.failures() == 0

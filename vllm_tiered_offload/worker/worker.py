@@ -99,8 +99,8 @@ class OffloadingConnectorWorker:
 
         layouts: one per offloaded KV group. slots: uint8 (num_rows, slot_bytes), the part of each row that this rank
         loads from, and writes if it does. Raises what the engine's constructor raises: a KV cache that cannot be
-        copied ends the start, not a request. Again: copies of the former tensors
-        end first, or RuntimeError as in `release`.
+        copied ends the start, not a request. Again: copies of the former tensors end first, or RuntimeError as in
+        `release`.
         """
         if self._engine is not None:
             self._detach(self._engine)
