@@ -9,13 +9,13 @@ still holds this process's bytes.
 
 import dataclasses
 import json
-import mmap
 import sys
 from typing import Any, NoReturn
 
 from vllm_tiered_offload.contract.geometry import RegionGeometry
 from vllm_tiered_offload.contract.messages import RegionAnnouncement
 from vllm_tiered_offload.region import HostRegion, host_region
+from vllm_tiered_offload.region.mapping import SharedMapping
 from vllm_tiered_offload.region.populate import populate
 
 PATTERN = 0x5A
@@ -35,11 +35,11 @@ def stop_before_map(fd: int, size: int) -> NoReturn:
     stop_here(stage="before_map")
 
 
-def stop_after_map(mapping: mmap.mmap, **_: object) -> NoReturn:
+def stop_after_map(mapping: SharedMapping, **_: object) -> NoReturn:
     stop_here(stage="after_map")
 
 
-def stop_while_populating(mapping: mmap.mmap, **_: object) -> NoReturn:
+def stop_while_populating(mapping: SharedMapping, **_: object) -> NoReturn:
     """Two pieces are in, the third is on its way."""
     done = []
 

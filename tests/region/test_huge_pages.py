@@ -1,14 +1,14 @@
 """Huge pages for the region are a service: asked for in whole pages, for a bounded time, and never missed."""
 
 import errno
-import mmap
 import os
 
 import pytest
 
 from vllm_tiered_offload.contract.geometry import RegionGeometry
 from vllm_tiered_offload.region import HostRegion
-from vllm_tiered_offload.region.huge_pages import HUGE_PAGE_BYTES, HugePages, address, map_aligned
+from vllm_tiered_offload.region.huge_pages import HugePages
+from vllm_tiered_offload.region.mapping import HUGE_PAGE_BYTES, SharedMapping
 from vllm_tiered_offload.region.populate import populate
 
 PIECE = 2 * HUGE_PAGE_BYTES
@@ -29,10 +29,13 @@ class Kernel:
 
     def back_all(self, longest_seconds: float = 100.0) -> int:
         """Bytes in huge pages, of a mapping of `PIECES` pieces and a bit, each of which was asked for."""
-        with mmap.mmap(-1, PIECES * PIECE + 4096) as mapping:
-            pages = HugePages(mapping, advise=self, clock=lambda: self.now, longest_seconds=longest_seconds)
-            assert populate(mapping, huge_pages=pages, piece_bytes=PIECE)
-            assert not mapping[:].strip(b"\0")
+        fd, size = os.memfd_create("test", os.MFD_CLOEXEC), PIECES * PIECE + 4096
+        os.ftruncate(fd, size)
+        mapping = SharedMapping(fd, size)
+        os.close(fd)
+        pages = HugePages(mapping, advise=self, clock=lambda: self.now, longest_seconds=longest_seconds)
+        assert populate(mapping, huge_pages=pages, piece_bytes=PIECE)
+        assert not bytes(mapping.view).strip(b"\0")
         return pages.num_bytes
 
 
@@ -67,15 +70,3 @@ def test_a_real_region_is_whole_and_empty_whatever_the_kernel_gave() -> None:
         with HostRegion.open(region.announcement()) as seen:
             assert (seen.array == 7).all()
             assert seen.huge_page_bytes == 0
-
-
-@pytest.mark.parametrize("size", [HUGE_PAGE_BYTES, PIECE + 4096, 64 * PIECE])
-def test_a_mapping_begins_at_a_boundary(size: int) -> None:
-    """Whatever lies above it: each time another small mapping moves the next one. Mapping it once fails."""
-    fd = os.memfd_create("test", os.MFD_CLOEXEC)
-    os.ftruncate(fd, size)
-    with mmap.mmap(-1, 3 * 4096), map_aligned(fd, size) as one, mmap.mmap(-1, 5 * 4096), map_aligned(fd, size) as other:
-        assert address(one) % HUGE_PAGE_BYTES == address(other) % HUGE_PAGE_BYTES == 0
-        one[-4:] = b"last"
-        assert other[-4:] == b"last"
-    os.close(fd)

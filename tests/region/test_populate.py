@@ -13,6 +13,7 @@ import pytest
 from vllm_tiered_offload.contract.geometry import RegionGeometry
 from vllm_tiered_offload.region import HostRegion, MemoryBudget, RegionMemoryError, host_region
 from vllm_tiered_offload.region.huge_pages import HugePages
+from vllm_tiered_offload.region.mapping import SharedMapping
 from vllm_tiered_offload.region.populate import populate, read_every_page
 
 PIECE = 1 << 20
@@ -25,7 +26,7 @@ class Memfd:
     def __init__(self, size: int = SIZE) -> None:
         self.fd = os.memfd_create("test", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, size)
-        self.mapping = mmap.mmap(self.fd, size)
+        self.mapping = SharedMapping(self.fd, size)
 
     def allocated(self) -> int:
         return os.fstat(self.fd).st_blocks * 512
@@ -59,13 +60,13 @@ def plenty() -> MemoryBudget:
 @pytest.mark.parametrize("code", [None, errno.EINVAL, errno.EIO, errno.ENOSYS, errno.EPERM])
 def test_every_page_gets_memory_and_no_byte_changes(memfd: Memfd, code: int | None) -> None:
     """Case 49. Leaving out the fallback leaves `allocated` at the one page that was written before."""
-    memfd.mapping[8192:8196] = b"abcd"
+    memfd.mapping.view[8192:8196] = b"abcd"
     advise = None if code is None else Advice(code)
     assert populate(memfd.mapping, advise=advise, budget=plenty, piece_bytes=PIECE) == (code is None)
     assert memfd.allocated() == SIZE
-    assert memfd.mapping[8192:8196] == b"abcd"
-    assert not memfd.mapping[:8192].strip(b"\0")
-    assert not memfd.mapping[8196:].strip(b"\0")
+    assert memfd.mapping.view[8192:8196] == b"abcd"
+    assert not bytes(memfd.mapping.view[:8192]).strip(b"\0")
+    assert not bytes(memfd.mapping.view[8196:]).strip(b"\0")
     if advise is not None:
         assert advise.calls == 1, "a kernel that refused once is not asked again"
 
@@ -102,7 +103,7 @@ def test_a_failed_population_leaves_nothing(
 ) -> None:
     """The descriptor and the mapping go with the error, even while the traceback is alive."""
 
-    def fail(mapping: mmap.mmap, *, huge_pages: HugePages) -> bool:
+    def fail(mapping: SharedMapping, *, huge_pages: HugePages) -> bool:
         raise RegionMemoryError("no")
 
     monkeypatch.setattr(host_region, "populate_pages", fail)

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from vllm_tiered_offload.contract.geometry import RegionGeometry
 from vllm_tiered_offload.contract.messages import RegionAnnouncement
 from vllm_tiered_offload.region.errors import RegionClosedError, RegionError, RegionGoneError
-from vllm_tiered_offload.region.huge_pages import HugePages, map_aligned
+from vllm_tiered_offload.region.huge_pages import HugePages
 from vllm_tiered_offload.region.limits import MemoryBudget, check_capacity, read_memory_budget
+from vllm_tiered_offload.region.mapping import SharedMapping
 from vllm_tiered_offload.region.populate import populate as populate_pages
 
 MEMFD_NAME = "vllm-tiered-offload"
@@ -38,13 +39,13 @@ class HostRegion:
     def __init__(
         self,
         geometry: RegionGeometry,
-        mapping: mmap.mmap,
+        mapping: SharedMapping,
         fd: int | None,
         populated_by_advice: bool = True,
         huge_page_bytes: int = 0,
     ) -> None:
         self._geometry = geometry
-        self._mapping: mmap.mmap | None = mapping  # None once closed
+        self._mapping: SharedMapping | None = mapping  # None once closed
         self._fd = fd  # the creator's open descriptor, None elsewhere and once closed
         self._populated_by_advice = populated_by_advice
         self._huge_page_bytes = huge_page_bytes
@@ -117,7 +118,7 @@ class HostRegion:
     @property
     def array(self) -> NDArray[np.uint8]:
         """All bytes, shape (num_rows, row_bytes); no copy."""
-        flat = np.frombuffer(self._open_mapping(), dtype=np.uint8)
+        flat = np.frombuffer(self._open_mapping().view, dtype=np.uint8)
         return flat.reshape(self._geometry.num_rows, self._geometry.row_bytes)
 
     def rank_view(self, rank: int) -> NDArray[np.uint8]:
@@ -129,7 +130,7 @@ class HostRegion:
 
     def rows(self) -> list[memoryview]:
         """One writable view per row, `row_bytes` long, padding included; no copy."""
-        whole = memoryview(self._open_mapping())
+        whole = self._open_mapping().view
         size = self._geometry.row_bytes
         return [whole[begin : begin + size] for begin in range(0, len(whole), size)]
 
@@ -138,8 +139,7 @@ class HostRegion:
         mapping, self._mapping = self._mapping, None
         fd, self._fd = self._fd, None
         if mapping is not None:
-            with suppress(BufferError):  # somebody holds a view: the mapping goes with the last of them
-                mapping.close()
+            mapping.close()
         if fd is not None:
             os.close(fd)
 
@@ -151,7 +151,7 @@ class HostRegion:
     ) -> None:
         self.close()
 
-    def _open_mapping(self) -> mmap.mmap:
+    def _open_mapping(self) -> SharedMapping:
         if self._mapping is None:
             raise RegionClosedError("the host region was closed")
         return self._mapping
@@ -172,13 +172,13 @@ def _make_memfd(size: int) -> int:
     return fd
 
 
-def _map(fd: int, size: int) -> mmap.mmap:
+def _map(fd: int, size: int) -> SharedMapping:
     try:
-        mapping = map_aligned(fd, size)
+        mapping = SharedMapping(fd, size)
     except OSError as error:
         raise RegionError(f"the host region of {size} bytes cannot be mapped: {error}") from error
     with suppress(OSError):  # users' prompts, and as many gigabytes, do not belong into a core dump
-        mapping.madvise(mmap.MADV_DONTDUMP)
+        mapping.madvise(mmap.MADV_DONTDUMP, 0, size)
     return mapping
 
 

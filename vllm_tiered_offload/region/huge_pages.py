@@ -10,18 +10,15 @@ kernels, no free memory in large pieces) stays in small pages, and nobody waits 
 """
 
 import errno
-import mmap
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
 
 import numpy as np
 
-MADV_COLLAPSE = 25  # not in the mmap module's constants
-HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of arm64 with 4 KiB pages; elsewhere the kernel refuses
-LONGEST_SECONDS = 20.0  # for the whole region; free memory in large pieces gives 15 GB/s, compaction 0.5
+from vllm_tiered_offload.region.mapping import HUGE_PAGE_BYTES, SharedMapping
 
-ALIGNING_TRIES = 64
+MADV_COLLAPSE = 25  # not in the mmap module's constants
+LONGEST_SECONDS = 20.0  # for the whole region; free memory in large pieces gives 15 GB/s, compaction 0.5
 
 # The kernel found no huge page for this range, or a page of it in use. Anything else will be the same the next time.
 _NOT_HERE = frozenset({errno.EAGAIN, errno.EBUSY, errno.ENOMEM})
@@ -29,39 +26,12 @@ _NOT_HERE = frozenset({errno.EAGAIN, errno.EBUSY, errno.ENOMEM})
 Advise = Callable[[int, int], None]
 
 
-def map_aligned(fd: int, size: int) -> mmap.mmap:
-    """`size` bytes of `fd`, shared, from an address that huge pages need. Raises OSError when it cannot be mapped."""
-    with ExitStack() as pads, suppress(OSError):
-        for _ in range(ALIGNING_TRIES):
-            mapping = _map(fd, size)
-            excess = address(mapping) % HUGE_PAGE_BYTES
-            if not excess or size < HUGE_PAGE_BYTES:
-                return mapping
-            mapping.close()
-            # The kernel takes the upper end of the highest gap that is large enough. A pad that is there first moves
-            # the mapping down to a boundary; one that found a smaller gap above leaves one fewer. It holds addresses,
-            # no memory.
-            pad = size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES + excess
-            pads.enter_context(mmap.mmap(-1, pad, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0))
-    return _map(fd, size)
-
-
-def address(mapping: mmap.mmap) -> int:
-    """Where it lies in this process."""
-    begin: int = np.frombuffer(mapping, dtype=np.uint8, count=1).__array_interface__["data"][0]
-    return begin
-
-
-def _map(fd: int, size: int) -> mmap.mmap:
-    return mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-
-
 class HugePages:
     """What of one mapping, still empty and known to nobody else, got huge pages."""
 
     def __init__(
         self,
-        mapping: mmap.mmap,
+        mapping: SharedMapping,
         *,
         advise: Advise | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -81,7 +51,7 @@ class HugePages:
         end = (start + length) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if not self._wanted or first >= end or self._clock() >= self._deadline:
             return
-        np.frombuffer(self._mapping, dtype=np.uint8, count=end - first, offset=first)[::HUGE_PAGE_BYTES].max()
+        np.frombuffer(self._mapping.view, dtype=np.uint8, count=end - first, offset=first)[::HUGE_PAGE_BYTES].max()
         try:
             self._advise(first, end - first)
         except OSError as error:

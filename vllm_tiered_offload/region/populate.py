@@ -20,6 +20,7 @@ import numpy as np
 from vllm_tiered_offload.region.errors import RegionMemoryError
 from vllm_tiered_offload.region.huge_pages import HugePages
 from vllm_tiered_offload.region.limits import CAPACITY_SETTING, MemoryBudget, in_units, read_memory_budget
+from vllm_tiered_offload.region.mapping import SharedMapping
 
 MADV_POPULATE_WRITE = 23  # not in the mmap module's constants
 PIECE_BYTES = 64 << 20
@@ -33,7 +34,7 @@ Advise = Callable[[int, int], None]
 
 
 def populate(
-    mapping: mmap.mmap,
+    mapping: SharedMapping,
     *,
     huge_pages: HugePages | None = None,
     advise: Advise | None = None,
@@ -59,9 +60,9 @@ def populate(
     return advice_works
 
 
-def read_every_page(mapping: mmap.mmap, start: int, length: int) -> None:
+def read_every_page(mapping: SharedMapping, start: int, length: int) -> None:
     """Fault the pages of one piece in without changing a byte."""
-    pages = np.frombuffer(mapping, dtype=np.uint8, count=length, offset=start)[:: mmap.PAGESIZE]
+    pages = np.frombuffer(mapping.view, dtype=np.uint8, count=length, offset=start)[:: mmap.PAGESIZE]
     pages.max()
 
 
