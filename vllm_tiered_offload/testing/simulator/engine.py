@@ -91,7 +91,6 @@ class Simulation:
         self._build()
         self.watchers = Watchers([kind(self) for kind in checkers])
         self.runner.before_write = self._before_write
-        self._tier_reporter = TierReporter(self.story, self.watchers)
         self._watch_tiers()
 
     # -- construction --------------------------------------------------------------------------------------------
@@ -112,8 +111,9 @@ class Simulation:
 
     def _watch_tiers(self) -> None:
         timeout = self.config.setting("tier_job_timeout", 0.0)
+        reporter = TierReporter(self.story, self.watchers)
         for tier_guard in getattr(self.manager, "guards", ()):
-            TierWatch(tier_guard, self.clock, timeout, self._tier_reporter)
+            TierWatch(tier_guard, self.clock, timeout, reporter)
 
     def _build_workers(self, built: Any, kv_config: Any) -> list[RankWorker]:
         if self.scheduler.connector is None:
@@ -335,6 +335,7 @@ class Simulation:
         self.run_until_idle(limit, sessions_end=True)
         self.settle_tiers()
         self.watchers.tell("converged")
+        self.story.raise_broken()
 
     def settle_tiers(self) -> None:
         """What the last step gave the tiers to do ends, and vLLM's idle poll takes it in."""
@@ -464,7 +465,7 @@ class Simulation:
 
     def _on_hook(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         self._connector_resets += name == "reset_cache"
-        self._tier_reporter.raise_broken()
+        self.story.raise_broken()
         self.watchers.tell("hook", name, args, result)
 
     def _on_raise(self, name: str, error: Exception) -> None:

@@ -17,6 +17,7 @@ class Story:
     def __init__(self) -> None:
         self.step = 0
         self.counts: Counter[str] = Counter()  # steps in which a kind of event happened
+        self._broken: Violation | None = None  # the first one
         self._kinds: set[str] = set()  # kinds that happened in the current step
         self._events: deque[tuple[object, ...]] = deque(maxlen=EVENTS_KEPT)
         self._requests: dict[str, deque[tuple[object, ...]]] = defaultdict(lambda: deque(maxlen=STORY_KEPT))
@@ -49,7 +50,14 @@ class Story:
         lines += [f"  {_text(event)}" for event in self._events]
         if req_id is not None:
             lines += [f"story of {req_id}:", *(f"  {line}" for line in self.of(req_id))]
-        return Violation("\n".join(lines))
+        violation = Violation("\n".join(lines))
+        self._broken = self._broken or violation
+        return violation
+
+    def raise_broken(self) -> None:
+        """Out with the first violation: where it was raised, the connector may have taken it for its own trouble."""
+        if self._broken is not None:
+            raise self._broken
 
 
 def _text(event: tuple[object, ...]) -> str:

