@@ -2,6 +2,7 @@
 
     python ci/bench/fs.py --json build/bench_fs.json --scratch DIR     # about 12 minutes, DIR on the disk to measure
     python ci/bench/fs.py --quick --only 1mib                          # while working on it
+    python ci/bench/fs.py --intree-at-its-best                         # see below
 
 256 rows of 1 MiB and of 4 MiB, as jobs of 64 one after the other (1x64) and as 16 jobs of 16 at once (16x16). Every
 turn measures everything once, in a new order, the disk's queue emptied before each: ours and in-tree with their
@@ -17,8 +18,9 @@ disk drifts by a third.
 
 A virtual disk takes one descriptor for each physically contiguous run of a request's memory and has a few hundred of
 them, so where a region's pages lie decides how many requests are in flight. Our region takes huge pages where it can.
-In-tree's gets what the kernel finds; it is measured at its best: free memory is compacted before it is made, what is
-scattered nevertheless is held meanwhile (the kernel gives the smallest free pieces first), and both are shown.
+In-tree's gets what the kernel finds, more scattered the longer a machine has been up; how much is shown. At its best:
+free memory is compacted before that region is made, and what is scattered nevertheless is held meanwhile (the kernel
+gives the smallest free pieces first).
 
 Shown beside them, and not counted: ours with "io": "buffered", its loads from the page cache.
 """
@@ -35,7 +37,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -157,8 +159,7 @@ class Rig:
 
 @contextmanager
 def contiguous_memory() -> Iterator[None]:
-    """What is allocated meanwhile lies in few pieces, as far as the system lets us: in-tree's region at its best. Ours
-    asks for huge pages itself."""
+    """What is allocated meanwhile lies in few pieces, as far as the system lets us."""
     with suppress(OSError):
         Path("/proc/sys/vm/compact_memory").write_text("1")
     with mmap.mmap(-1, SCATTERED_BYTES) as scattered:
@@ -176,10 +177,10 @@ def contiguous_runs(row: np.ndarray) -> int | None:
 
 
 @contextmanager
-def rig(name: str, model: str, folder: Path) -> Iterator[Rig]:
+def rig(name: str, model: str, folder: Path, intree_at_its_best: bool) -> Iterator[Rig]:
     row = SIZES[name]
     source = np.random.default_rng(7).integers(0, 256, (NUM_ROWS, row), dtype=np.uint8)
-    with contiguous_memory():
+    with contiguous_memory() if intree_at_its_best else nullcontext():
         theirs = fs.InTreeFs(model, str(folder / "intree"), NUM_ROWS, row)
         theirs.rows[:] = source
     with HostRegion.create(RegionGeometry(NUM_ROWS, (row,), 1)) as region:
@@ -392,6 +393,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="three turns")
     parser.add_argument("--turns", type=int, help="how many, instead of 15")
     parser.add_argument("--only", nargs="+", choices=(*SIZES, "lookup", "index"), default=(*SIZES, "lookup", "index"))
+    parser.add_argument("--intree-at-its-best", action="store_true", help="its region in few pieces of memory")
     parser.add_argument("--scratch", help="folder for the files, on the disk to measure")
     return parser.parse_args()
 
@@ -402,7 +404,7 @@ def main() -> None:
     found, out = Found(), {}
     with tempfile.TemporaryDirectory(prefix="bench_fs_", dir=args.scratch) as scratch:
         for size in [size for size in SIZES if size in args.only]:
-            with rig(size, b.model_folder(), Path(scratch)) as one:
+            with rig(size, b.model_folder(), Path(scratch), args.intree_at_its_best) as one:
                 for index in range(turns + 1):
                     turn(one, index)
                     log(f"  {size} turn {index}{'' if index else ' (warms up, not counted)'}")
