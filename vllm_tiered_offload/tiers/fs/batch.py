@@ -6,6 +6,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from vllm_tiered_offload.contract.seams import JobExecutor
@@ -53,17 +55,32 @@ class Batch(Generic[P, R]):
         self._tell = tell
         self._stop = stop
         self._cancelled = False
+        self._helpers: deque[None] = deque()  # one for each thread that may still be asked to help
 
     def start(self, lane: JobExecutor, threads: int) -> None:
         """Have it done by at most `threads` threads of the lane; one that is closed cancels every part."""
+        self._helpers.extend([None] * (min(threads, len(self._parts)) - 1))
+        if not self._parts:
+            return
         try:
-            for _ in range(min(threads, len(self._parts))):
-                lane.submit(self._run)
+            lane.submit(partial(self._run, lane))
         except RuntimeError:
             self._cancelled = True
-            self._run()
+            self._work()
 
-    def _run(self) -> None:
+    def _run(self, lane: JobExecutor) -> None:
+        self._ask_for_help(lane)
+        self._work()
+
+    def _ask_for_help(self, lane: JobExecutor) -> None:
+        """Each thread asks two more: waking all of them one by one would keep the scheduler thread from its work."""
+        with suppress(IndexError, RuntimeError):  # there are enough; the lane was closed, and this thread does the rest
+            for _ in range(2):
+                if self._parts:
+                    self._helpers.popleft()
+                    lane.submit(partial(self._run, lane))
+
+    def _work(self) -> None:
         report, began = self._new_report(), time.monotonic()
         while self._parts:
             try:

@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,11 +16,16 @@ JOIN_TIMEOUT = 1.0
 
 
 class Lane:
-    """A JobExecutor of daemon threads: one that hangs in a dead filesystem must not keep the process from ending."""
+    """A JobExecutor of daemon threads: one that hangs in a dead filesystem must not keep the process from ending.
+
+    Jobs are done in order; but what one of the threads submits is a part of what it does, and comes first.
+    """
 
     def __init__(self, threads: int, name: str) -> None:
-        # Jobs in order; None ends one thread.
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: deque[Callable[[], None]] = deque()
+        # True for each job; False ends one thread.
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._here = threading.local()
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True) for index in range(threads)
         ]
@@ -31,20 +37,26 @@ class Lane:
         """Raises RuntimeError after shutdown."""
         if self._closed:
             raise RuntimeError("the lane is closed")
-        self._queue.put(job)
+        if hasattr(self._here, "is_ours"):
+            self._jobs.appendleft(job)
+        else:
+            self._jobs.append(job)
+        self._wake.put(True)
 
     def shutdown(self, wait: bool = True) -> None:
         """End the threads after what is queued. Waits at most JOIN_TIMEOUT seconds a thread, if at all."""
         if not self._closed:
             self._closed = True
             for _ in self._threads:
-                self._queue.put(None)
+                self._wake.put(False)
         if wait:
             for thread in self._threads:
                 thread.join(JOIN_TIMEOUT)
 
     def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
+        self._here.is_ours = True
+        while self._wake.get():
+            job = self._jobs.popleft()
             try:
                 job()
             except Exception:

@@ -1,5 +1,7 @@
 """What the tier's threads tell the scheduler thread. `epoch` counts resets: what comes from before one is ignored."""
 
+from __future__ import annotations
+
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -31,6 +33,14 @@ class Stored(Report[Write]):
         part.kept = [victim for victim, _ in part.victims]
         self.writes.append(part)
 
+    def join(self, other: Message) -> bool:
+        """Tell what `other` tells as well, where that is of the same epoch; whether it is."""
+        if not isinstance(other, Stored) or other.epoch != self.epoch:
+            return False
+        self.writes += other.writes
+        self.seconds += other.seconds
+        return True
+
 
 @dataclass(slots=True)
 class Loaded(Report[int]):
@@ -51,6 +61,16 @@ class Loaded(Report[int]):
 
     def fail(self, part: int, fault: Fault, discarded: bool = False) -> None:
         self.bad.append((part, fault, discarded))
+
+    def join(self, other: Message) -> bool:
+        """Tell what `other` tells as well, where that is of the same job; whether it is."""
+        if not isinstance(other, Loaded) or other.job is not self.job:
+            return False
+        self.good += other.good
+        self.bad += other.bad
+        self.moved += other.moved
+        self.seconds += other.seconds
+        return True
 
 
 @dataclass(slots=True)
@@ -145,6 +165,16 @@ class Inbox:
         """Until something urgent has come since the last wait, at most `timeout` seconds."""
         self._arrived.wait(timeout)
         self._arrived.clear()
+
+    def take_urgent(self) -> Iterator[Message]:
+        """The oldest first. What several threads tell of one job, one after the other, is one message."""
+        urgent = self.urgent
+        while urgent:
+            message = urgent.popleft()
+            if isinstance(message, Stored | Loaded):
+                while urgent and message.join(urgent[0]):
+                    urgent.popleft()
+            yield message
 
     def take_bulk(self, max_files: int) -> Iterator[Found | ScanEnded]:
         """The oldest, until `max_files` files have been told of."""

@@ -306,9 +306,10 @@ class FsTier(SecondaryTierManager):
     # What the threads tell
 
     def _absorb(self) -> None:
-        urgent = self._tasks.inbox.urgent
-        while urgent:
-            self._receive(urgent.popleft())
+        inbox = self._tasks.inbox
+        if inbox.urgent:
+            for message in inbox.take_urgent():
+                self._receive(message)
 
     def _receive(self, message: Message) -> None:
         match message:
