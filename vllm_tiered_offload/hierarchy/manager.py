@@ -39,9 +39,9 @@ from vllm_tiered_offload.contract.managers import OffloadingManager, PrimaryTier
 from vllm_tiered_offload.contract.messages import RegionAnnouncement
 from vllm_tiered_offload.contract.seams import Clock, monotonic
 from vllm_tiered_offload.hierarchy.parked import ParkedOffers
-from vllm_tiered_offload.hierarchy.promotions import Holds, plan_promotion
+from vllm_tiered_offload.hierarchy.promotions import Holds, plan_promotion, runs_of
 from vllm_tiered_offload.hierarchy.region_access import RegionAccess
-from vllm_tiered_offload.hierarchy.tier_jobs import JobEnd, TierJob, TierJobs, runs_of
+from vllm_tiered_offload.hierarchy.tier_jobs import JobEnd, TierJob, TierJobs
 from vllm_tiered_offload.telemetry.metrics import metric_key
 from vllm_tiered_offload.tiers.guard import Breaker, TierGuard
 
@@ -312,23 +312,25 @@ class TieringOffloadingManager(OffloadingManager):
         self, keys: Sequence[OffloadKey], results: list[LookupResult], found: dict[int, TierGuard], request: _Request
     ) -> None:
         """Start bringing back the prefix that is found, as far as there is room; changes `results`."""
-        open_tiers = [guard for guard in self.guards if guard.accepts_jobs]
-        usable = {index: guard for index, guard in found.items() if guard in open_tiers}
+        usable = found
+        if not all(guard.accepts_jobs for guard in set(found.values())):
+            usable = {index: guard for index, guard in found.items() if guard.accepts_jobs}
         headroom = max(1, int(self.primary.num_rows * self._limits.promotion_headroom))
         promote = plan_promotion(results, usable, max(0, self.primary.num_unpinned_rows - headroom))
-        index_of = {keys[index]: index for index in promote}
-        pairs = [(keys[index], usable[index]) for index in promote]
-        # Offered along, and accepted as present: nothing of the prefix that is continued may be evicted for it (V6).
-        hits = [key for key, result in zip(keys, results, strict=True) if result is LookupResult.HIT] if pairs else []
-        for guard, run in runs_of(pairs, self._promotion_rows):
+        hits: list[OffloadKey] = []
+        if promote and _HIT in results:
+            # Offered along, and accepted as present: nothing of the prefix that goes on may be evicted for it (V6).
+            hits = [key for key, result in zip(keys, results, strict=True) if result is _HIT]
+        for guard, indices in runs_of(promote, usable, self._promotion_rows):
+            run = [keys[index] for index in indices]
             prepared = self.primary.prepare_store([*hits, *run], request.ctx)
             accepted = prepared.num_accepted - len(hits)
             if prepared.keys:
                 self._jobs.submit_promotion(guard, prepared, request.ctx)
                 self._counters[metric_key("promoted_chunks_total", tier=guard.name)] += len(prepared.keys)
-            for key in run[:accepted]:
-                results[index_of[key]] = LookupResult.HIT_PENDING
-                request.promoted[key] = guard.tier.medium
+            for index in indices[:accepted]:
+                results[index] = LookupResult.HIT_PENDING
+            request.promoted.update(dict.fromkeys(run[:accepted], guard.tier.medium))
             if accepted < len(run):
                 break
 

@@ -4,8 +4,9 @@ V2: promotions leave headroom for the stores of running requests; a promoted row
 it was admitted, ended, or a hold time passed; a full pool means miss, not "later".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 
 from vllm_tiered_offload.contract.jobs import LookupResult
 from vllm_tiered_offload.contract.keys import OffloadKey
@@ -28,6 +29,15 @@ def plan_promotion(results: Sequence[LookupResult], found: Mapping[int, TierGuar
         elif result not in (LookupResult.HIT, LookupResult.HIT_PENDING):
             break
     return promote
+
+
+def runs_of(
+    promote: Sequence[int], found: Mapping[int, TierGuard], limit: int
+) -> Iterator[tuple[TierGuard, list[int]]]:
+    """Neighbours that one tier has, at most `limit` together, in order."""
+    for guard, neighbours in groupby(promote, found.__getitem__):
+        while run := list(islice(neighbours, limit)):
+            yield guard, run
 
 
 @dataclass(slots=True)

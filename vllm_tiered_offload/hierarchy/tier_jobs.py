@@ -6,7 +6,7 @@ A job holds rows until its *release*, which may come after its *result* when the
     promotion   reserves rows; the result makes its keys readable, or abandons them, and the release frees what is left
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_tiered_offload.contract.jobs import JobMetadata, JobResult, PreparedStore, ReqContext
@@ -89,12 +89,3 @@ class TierJobs:
     def leased_rows(self) -> int:
         """Rows that cascades hold."""
         return sum(len(entry.lease.block_ids) for entry in self._entries.values() if entry.lease is not None)
-
-
-def runs_of(pairs: Sequence[tuple[OffloadKey, TierGuard]], limit: int) -> Iterator[tuple[TierGuard, list[OffloadKey]]]:
-    """Neighbouring keys of one tier, at most `limit` together, in order."""
-    start = 0
-    for end in range(1, len(pairs) + 1):
-        if end == len(pairs) or pairs[end][1] is not pairs[start][1] or end - start == limit:
-            yield pairs[start][1], [key for key, _ in pairs[start:end]]
-            start = end

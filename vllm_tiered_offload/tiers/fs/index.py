@@ -14,7 +14,7 @@ heads whatever the order in which the writes end. What nobody's request brought 
 its own.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -71,7 +71,7 @@ class KeyIndex:
         # Victims that are not unlinked yet -> bytes. Disjoint from both.
         self.leaving: dict[OffloadKey, int] = {}
         # Loads in flight by key, none 0: these are not evicted.
-        self._reads: dict[OffloadKey, int] = {}
+        self._reads: Counter[OffloadKey] = Counter()
         # Bytes of `present`, and of all that is on its way in or out (`_held`). Never above the capacity by our doing.
         self.used = 0
         self._held = 0
@@ -141,9 +141,7 @@ class KeyIndex:
 
     def begin_reads(self, keys: Iterable[OffloadKey]) -> None:
         """These are not evicted before as many `end_reads`."""
-        reads = self._reads
-        for key in keys:
-            reads[key] = reads.get(key, 0) + 1
+        self._reads.update(keys)
 
     def end_reads(self, keys: Sequence[OffloadKey]) -> None:
         reads = self._reads
