@@ -494,9 +494,10 @@ class TieringOffloadingManager(OffloadingManager):
     def _promotion_ended(self, end: JobEnd, now: float) -> None:
         prepared = end.entry.prepared
         assert prepared is not None
-        good = set(end.result.successful_keys)
-        kept = [key for key in prepared.keys if key in good]
-        failed = [key for key in prepared.keys if key not in good]
+        kept, failed = list(end.result.successful_keys), list[OffloadKey]()
+        if not end.result.success:
+            good = set(kept)
+            failed = [key for key in prepared.keys if key not in good]
         request = self._requests.get(end.entry.job.req_context.req_id)
         if request is not None:
             request.unreadable.update(failed)

@@ -34,7 +34,7 @@ class ParkedOffers:
     def resolve(self, keys: Iterable[OffloadKey]) -> dict[int, list[OffloadKey]]:
         """The write of `keys` ended: the requests that waited, with their keys in the order given."""
         resolved: dict[int, list[OffloadKey]] = {}
-        for key in keys:
+        for key in keys if self._waiting else ():
             for request in self._waiting.pop(key, ()):
                 resolved.setdefault(request, []).append(key)
                 self._count[request] -= 1

@@ -220,8 +220,10 @@ class TierGuard:
             return
         if entry.is_probe:
             self._probing = False
-        good = set(result.successful_keys)
-        kept = tuple(key for key in entry.job.keys if key in good)
+        kept = entry.job.keys
+        if result.successful_keys != kept:
+            good = set(result.successful_keys)
+            kept = tuple(key for key in kept if key in good)
         whole = result.success and len(kept) == len(entry.job.keys)
         # A part that came through shows that the tier works; single bad blocks are counted by the tier itself.
         if whole or kept:

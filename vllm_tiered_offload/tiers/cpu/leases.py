@@ -12,9 +12,10 @@ or does I/O while holding it.
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import cast
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.managers import Lease
@@ -31,23 +32,18 @@ class LeaseTable:
         # Leases not released yet.
         self._open: dict[int, Lease] = {}
         # Row -> open leases on it, never 0.
-        self._held: dict[int, int] = {}
+        self._held: Counter[int] = Counter()
         # Released and not collected. A deque's append and popleft need no lock.
         self._ended: deque[Lease] = deque()
 
     def lease(self, keys: Sequence[OffloadKey]) -> Lease:
         """Pin the longest readable leading part of `keys`. An empty lease needs no release."""
-        rows: list[int] = []
         with self.lock:
-            held, readable = self._held, self.readable
-            for key in keys:
-                row = readable.get(key)
-                if row is None:
-                    break
-                held[row] = held.get(row, 0) + 1
-                rows.append(row)
+            found = [*map(self.readable.get, keys), None]
+            rows = cast(list[int], found[: found.index(None)])
             lease = Lease(next(self._ids), tuple(keys[: len(rows)]), tuple(rows))
             if rows:
+                self._held.update(rows)
                 self._open[lease.lease_id] = lease
         return lease
 
