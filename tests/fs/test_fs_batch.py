@@ -1,10 +1,12 @@
 """Parts of one job on several threads: each ends in exactly one report."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
+from vllm_tiered_offload.testing.fakes.seams import ManualExecutor
 from vllm_tiered_offload.tiers.fs.batch import Batch, Report
 from vllm_tiered_offload.tiers.fs.faults import Fault
 from vllm_tiered_offload.tiers.fs.lanes import Lane
@@ -100,3 +102,80 @@ def test_a_closed_lane_cancels_every_part() -> None:
     lane.shutdown()
     Batch(range(3), lambda part, report: report.done.append(part), Parts, told, threading.Event()).start(lane, 1)
     assert [report.failed for report in told.all] == [[(part, Fault.CANCELLED) for part in range(3)]]
+
+
+class Stubborn:
+    """A lane that runs a job at once, takes `limit` of them, and then is closed."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.taken = limit, 0
+
+    def submit(self, job: Callable[[], None], /) -> None:
+        if self.taken == self.limit:
+            raise RuntimeError("closed")
+        self.taken += 1
+        job()
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Nothing waits."""
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 9])
+def test_all_threads_help_each_other_and_no_more(threads: int) -> None:
+    """As many parts at once as there may be, of which each waits for the others. Mutation: only one is asked."""
+    told, lane, together = Reports(), Lane(threads + 2, "lane"), threading.Barrier(threads)
+    lock, busy, busiest = threading.Lock(), 0, 0
+
+    def do(part: int, report: Parts) -> None:
+        nonlocal busy, busiest
+        with lock:
+            busy += 1
+            busiest = max(busiest, busy)
+        together.wait(10)
+        with lock:
+            busy -= 1
+        report.done.append(part)
+
+    Batch(range(4 * threads), do, Parts, told, threading.Event()).start(lane, threads)
+    told.wait_for(4 * threads)
+    assert busiest == threads
+    lane.shutdown()
+
+
+def test_whoever_starts_it_wakes_one_thread() -> None:
+    """Waking 64 would cost the scheduler thread a third of a millisecond a job."""
+    lane, told = ManualExecutor(), Reports()
+    Batch(range(64), lambda part, report: report.done.append(part), Parts, told, threading.Event()).start(lane, 64)
+    assert len(lane.jobs) == 1
+    lane.run_next()
+    assert told.ended() == list(range(64))
+
+
+@pytest.mark.parametrize("limit", range(4))
+def test_a_lane_that_closes_meanwhile_loses_no_part(limit: int) -> None:
+    told = Reports()
+    Batch(range(20), lambda part, report: report.done.append(part), Parts, told, threading.Event()).start(
+        Stubborn(limit), 8
+    )
+    assert told.ended() == list(range(20))
+    assert [end for report in told.all for end in report.failed] == (
+        [] if limit else [(part, Fault.CANCELLED) for part in range(20)]
+    )
+
+
+def test_what_a_thread_of_the_lane_submits_comes_first() -> None:
+    """Help for a job that has begun does not wait behind jobs that came later."""
+    lane, order, go, over = Lane(1, "lane"), list[str](), threading.Event(), threading.Event()
+
+    def first() -> None:
+        go.wait(10)
+        lane.submit(lambda: order.append("help"))
+        order.append("first")
+
+    lane.submit(first)
+    lane.submit(lambda: order.append("second"))
+    lane.submit(over.set)
+    go.set()
+    assert over.wait(10)
+    assert order == ["first", "help", "second"]
+    lane.shutdown()
