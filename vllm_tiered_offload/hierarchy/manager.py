@@ -295,13 +295,16 @@ class TieringOffloadingManager(OffloadingManager):
         if not asked:
             return missing
         answers = guard.lookup([keys[index] for index in asked], request.ctx)
-        for index, answer in zip(asked, answers, strict=True):
-            if answer is _HIT:
-                found[index] = guard
-            elif answer is _MISS:
-                missing.append(index)
-            else:
-                results[index] = answer
+        if answers.count(_HIT) == len(asked):
+            found.update(dict.fromkeys(asked, guard))
+        else:
+            for index, answer in zip(asked, answers, strict=True):
+                if answer is _HIT:
+                    found[index] = guard
+                elif answer is _MISS:
+                    missing.append(index)
+                else:
+                    results[index] = answer
         for answer in (_HIT, _MISS):
             count = answers.count(answer)
             if count:

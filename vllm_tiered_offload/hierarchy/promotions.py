@@ -20,6 +20,8 @@ def plan_promotion(results: Sequence[LookupResult], found: Mapping[int, TierGuar
     `found[i]` is the tier that has key i. Only what continues the prefix without a gap is promoted, as far as `room`
     rows go: keys that are present or coming are passed over, an unknown or missing one ends it.
     """
+    if len(found) == len(results):  # by far the most frequent case: the loop, spelt out
+        return list(range(min(len(results), room)))
     promote: list[int] = []
     for index, result in enumerate(results):
         if index in found:

@@ -21,6 +21,7 @@ same (keys that keep failing while nothing is evicted) is swept; that costs as m
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 
@@ -28,6 +29,9 @@ Rank = tuple[int, int]  # (access, -position)
 
 # Stale heap entries that are tolerated beside as many as there are live ones.
 _STALE_ALLOWANCE = 1024
+
+# Keys that come together, from which on a look at all of them first is worth it.
+_MANY = 32
 
 
 class _Group:
@@ -110,6 +114,13 @@ class RecencyOrder:
         group_of = self._group_of
         placed = False
         mine = self._open[access]
+        if len(keys) >= _MANY and mine.is_listed and group_of.keys().isdisjoint(keys):  # a long prompt: all at once
+            new = dict.fromkeys(keys, mine)
+            if len(new) == len(keys):
+                group_of.update(new)
+                mine.keys.update(zip(keys, count(mine.next_position)))
+                mine.next_position += len(keys)
+                return
         for key in keys:
             group = group_of.get(key)
             if group is None and mine.is_listed:  # by far the most frequent case: place(), spelt out
