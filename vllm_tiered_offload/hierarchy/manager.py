@@ -295,7 +295,8 @@ class TieringOffloadingManager(OffloadingManager):
         if not asked:
             return missing
         answers = guard.lookup([keys[index] for index in asked], request.ctx)
-        if answers.count(_HIT) == len(asked):
+        hits = answers.count(_HIT)
+        if hits == len(asked):
             found.update(dict.fromkeys(asked, guard))
         else:
             for index, answer in zip(asked, answers, strict=True):
@@ -305,8 +306,7 @@ class TieringOffloadingManager(OffloadingManager):
                     missing.append(index)
                 else:
                     results[index] = answer
-        for answer in (_HIT, _MISS):
-            count = answers.count(answer)
+        for answer, count in ((_HIT, hits), (_MISS, len(missing))):
             if count:
                 self._counters[metric_key("block_lookups_total", tier=guard.name, result=answer.value)] += count
         return missing

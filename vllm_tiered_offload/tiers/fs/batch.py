@@ -59,9 +59,9 @@ class Batch(Generic[P, R]):
 
     def start(self, lane: JobExecutor, threads: int) -> None:
         """Have it done by at most `threads` threads of the lane; one that is closed cancels every part."""
-        self._helpers.extend([None] * (min(threads, len(self._parts)) - 1))
         if not self._parts:
             return
+        self._helpers.extend([None] * (min(threads, len(self._parts)) - 1))
         try:
             lane.submit(partial(self._run, lane))
         except RuntimeError:
