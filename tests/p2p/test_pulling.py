@@ -7,16 +7,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from vllm_tiered_offload import OffloadKey
 from vllm_tiered_offload.testing.fakes.seams import ManualClock
+from vllm_tiered_offload.tiers.block_frame import RunningChecksum
 from vllm_tiered_offload.tiers.p2p.instructions import (
     Address,
     Answered,
     Attach,
-    Check,
     Connect,
     Disconnect,
     Instruction,
     JobEnded,
-    Proved,
+    LandedRow,
+    PartId,
     Read,
     Say,
     Source,
@@ -61,13 +62,23 @@ class World:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.rows: dict[int, bytes] = {}
-        self.pulling = Pulling([A, B, ELSEWHERE], HELLO, self.accept, TIMES, clock=self.clock)
+        self.wrong: set[int] = set()  # rows that will turn out to be, when they have landed
+        self.verified: list[int] = []  # that have landed
+        self.pulling = Pulling([A, B, ELSEWHERE], HELLO, self, TIMES, clock=self.clock)
 
     def accept(self, wanted: Wanted, header: object, payload: object) -> bool:
         if payload != b"good":
             return False
         self.rows[wanted.row] = wanted.key
         return True
+
+    def is_right(self, wanted: Wanted, header: object, checksum: object) -> bool:
+        self.verified.append(wanted.row)
+        return wanted.row not in self.wrong
+
+    def landed(self, address: Address, *part_ids: PartId, alone: bool = False) -> list[Instruction]:
+        rows = [LandedRow(part_id, RunningChecksum(0)) for part_id in part_ids]
+        return self.pulling.landed(address, rows, alone=alone)
 
     def hear(self, address: Address, answer: Answer, payload: bytes = b"good") -> list[Instruction]:
         behind = [b"header", payload] if isinstance(answer, Data) else []
@@ -290,25 +301,28 @@ def test_rows_that_were_read_count_when_confirmed_and_checked(world: World) -> N
     assert isinstance(read, Read)
     assert [wanted.row for wanted in read.rows] == [100, 101, 102]
     assert world.hear(A, Proofs(1, 1, (0,), (HEADER,))) == []
-    confirm, check = world.pulling.landed(A, [(1, 1, 0), (1, 1, 2)])
-    assert confirm == Say(A, Confirm(1, 1, EPOCH, (0, 2)))
-    assert checked_rows(check) == [100]
-    [check] = world.hear(A, Proofs(1, 1, (1, 2), (HEADER, HEADER)))
-    assert checked_rows(check) == [102]
-    assert world.pulling.checked(A, (1, 1, 0), 4096, good=True) == []
+    assert world.landed(A, (1, 1, 0), (1, 1, 2)) == [Say(A, Confirm(1, 1, EPOCH, (0, 2)))]
+    assert world.verified == [100]
     assert world.pulling.bytes_from[A] == 0
     assert world.hear(A, Confirmed(1, 1, (0, 2))) == []
-    assert world.pulling.bytes_from[A] == 4096
-    assert world.pulling.checked(A, (1, 1, 2), 4096, good=False) == []
-    confirm, check = world.pulling.landed(A, [(1, 1, 1)])
-    assert checked_rows(check) == [101]
-    assert world.pulling.checked(A, (1, 1, 1), 4096, good=True) == [], "it is not confirmed"
+    assert world.pulling.bytes_from[A] == len(HEADER)
+    world.wrong.add(102)
+    assert world.hear(A, Proofs(1, 1, (1, 2), (HEADER, HEADER))) == []
+    assert world.verified == [100, 102]
+    assert world.landed(A, (1, 1, 1)) == [Say(A, Confirm(1, 1, EPOCH, (1,)))]
+    assert world.verified == [100, 102, 101]
+    assert world.pulling.bytes_from[A] == len(HEADER), "it is not confirmed"
     assert world.hear(A, Refuse(1, 1, Reason.GONE)) == [JobEnded(1, (keys(1)[0],), (keys(3)[2],))]
 
 
-def checked_rows(check: Instruction) -> list[int]:
-    assert isinstance(check, Check)
-    return [row.wanted.row for row in check.rows]
+def test_a_peer_that_fails_by_what_it_sent_takes_the_rest_along(world: World) -> None:
+    """Three wrong rows end it. What landed with them ended then, once. Made to fail by verifying rows nobody owes."""
+    world.pull(ready_to_read(world, 5))
+    world.wrong.update(range(100, 103))
+    world.landed(A, *((1, 1, part) for part in range(5)))
+    steps = world.hear(A, Proofs(1, 1, tuple(range(5)), (HEADER,) * 5))
+    assert steps == [Disconnect(A), JobEnded(1, (), tuple(keys(3)))]
+    assert world.verified == [100, 101, 102]
 
 
 def test_a_proof_of_what_is_not_read_drops_the_peer(world: World) -> None:
@@ -323,7 +337,7 @@ def test_a_second_proof_drops_the_peer(world: World, landed: bool) -> None:
     """It would be checked, and ended, twice."""
     world.pull(ready_to_read(world, 1))
     if landed:
-        world.pulling.landed(A, [(1, 1, 0)])
+        world.landed(A, (1, 1, 0))
     world.hear(A, Proofs(1, 1, (0,), (HEADER,)))
     assert world.hear(A, Proofs(1, 1, (0,), (HEADER,))) == [Disconnect(A), JobEnded(1, (), ())]
 
@@ -345,10 +359,11 @@ def test_a_row_that_is_being_read_ends_when_it_has_landed(world: World, how: str
         refuse = Refuse(1, 1, Reason.GONE) if how == "refuse" else Refuse(0, 0, Reason.NO_HELLO)
         assert JobEnded not in {type(step) for step in world.hear(A, refuse)}
     world.pulling.check()
-    assert world.pulling.landed(A, [(1, 1, 0), (1, 1, 1)]) == []
-    steps = world.pulling.landed(A, [(1, 1, 2)])
+    assert world.landed(A, (1, 1, 0), (1, 1, 1)) == []
+    steps = world.landed(A, (1, 1, 2))
     assert [step for step in steps if isinstance(step, JobEnded)] == [JobEnded(1, (), ())]
-    assert world.pulling.checked(A, (1, 1, 2), 4096, good=True) == []
+    assert world.landed(A, (1, 1, 2)) == []
+    assert not world.verified
 
 
 def test_a_peer_whose_memory_is_read_alone_is_told_so(world: World) -> None:
@@ -356,10 +371,10 @@ def test_a_peer_whose_memory_is_read_alone_is_told_so(world: World) -> None:
     found = list(ready_to_read(world, 3).items())
     reading, _ = world.pull(dict(found[:1]), 1)
     assert reading == Say(A, Reading(1, 1, EPOCH, (0,)))
-    world.pulling.landed(A, [(1, 1, 0)], alone=True)
+    world.landed(A, (1, 1, 0), alone=True)
     reading, _ = world.pull(dict(found[1:2]), 2)
     assert reading == Say(A, Reading(1, 1, EPOCH, (1,), True))
-    world.pulling.landed(A, [(1, 1, 1)], alone=False)
+    world.landed(A, (1, 1, 1), alone=False)
     reading, _ = world.pull(dict(found[2:]), 3)
     assert reading == Say(A, Reading(1, 1, EPOCH, (2,)))
 
@@ -381,12 +396,13 @@ def test_a_payload_lands_only_in_a_row_that_is_owed(world: World) -> None:
     assert wanted.row == 100
     assert world.pulling.landing(A, (1, 1, 0)) is None
     assert world.pulling.landing(A, (1, 1, 7)) is None
-    [check] = world.pulling.heard(A, Data(1, 1, (0,)), [HEADER])
-    assert check == Check(A, (Proved(wanted, HEADER),))
-    assert world.pulling.heard(A, Data(1, 1, (1,)), [HEADER]) == [], "it did not land"
-    world.pulling.lost(A)
+    assert world.pulling.heard(A, Data(1, 1, (1,)), [HEADER], RunningChecksum(0)) == []
+    assert not world.verified, "it did not land"
+    assert world.pulling.heard(A, Data(1, 1, (0,)), [HEADER], RunningChecksum(0)) == []
+    assert world.verified == [100]
+    assert world.pulling.bytes_from[A] == len(HEADER)
+    assert world.pulling.lost(A) == [Disconnect(A), JobEnded(1, (keys(1)[0],), ())]
     assert world.pulling.landing(A, (1, 1, 1)) is None
-    assert world.pulling.checked(A, (1, 1, 0), 4096, good=True) == []
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -471,7 +487,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(address=addresses, back=st.integers(0, 3), request=small, part=st.integers(0, 3))
     def land(self, address: Address, back: int, request: int, part: int) -> None:
         part_id = request, max(0, self.round - back), part
-        self.perform(self.world.pulling.landed(address, [part_id]))
+        self.perform(self.world.landed(address, part_id))
         self.perform(self.world.pulling.heard(address, Confirmed(*part_id[:2], (part,))))
 
     @rule(address=addresses, back=st.integers(0, 3), request=small, part=st.integers(0, 3))
@@ -479,11 +495,14 @@ class AnyOrder(RuleBasedStateMachine):
         proofs = Proofs(request, max(0, self.round - back), (part,), (HEADER,))
         self.perform(self.world.pulling.heard(address, proofs))
 
-    @rule(address=addresses, back=st.integers(0, 3), request=small, part=st.integers(0, 3), good=st.booleans())
-    def finish_landing(self, address: Address, back: int, request: int, part: int, good: bool) -> None:
-        part_id = request, max(0, self.round - back), part
-        self.perform(self.world.pulling.heard(address, Data(*part_id[:2], part_id[2:]), [HEADER]))
-        self.perform(self.world.pulling.checked(address, part_id, 4096, good=good))
+    @rule(address=addresses, back=st.integers(0, 3), request=small, part=st.integers(0, 3))
+    def finish_landing(self, address: Address, back: int, request: int, part: int) -> None:
+        data = Data(request, max(0, self.round - back), (part,))
+        self.perform(self.world.pulling.heard(address, data, [HEADER], RunningChecksum(0)))
+
+    @rule(good=st.booleans())
+    def what_lands_is(self, good: bool) -> None:
+        self.world.wrong = set() if good else set().union(*self.all_rows.values())
 
     @rule(address=addresses, back=st.integers(0, 3), request=st.integers(0, 3), reason=st.sampled_from(Reason))
     def refuse(self, address: Address, back: int, request: int, reason: Reason) -> None:

@@ -10,15 +10,12 @@ import zmq
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.seams import Clock, monotonic
 from vllm_tiered_offload.telemetry.metrics import metric_key
-from vllm_tiered_offload.tiers.block_frame import RunningChecksum
 from vllm_tiered_offload.tiers.p2p.bounded_log import BoundedLog
-from vllm_tiered_offload.tiers.p2p.checker import RowChecker, find_fault
 from vllm_tiered_offload.tiers.p2p.curve_transport import CurveTransport
 from vllm_tiered_offload.tiers.p2p.instructions import (
     Address,
     Answered,
     Attach,
-    Check,
     Connect,
     Disconnect,
     Instruction,
@@ -30,13 +27,14 @@ from vllm_tiered_offload.tiers.p2p.instructions import (
 )
 from vllm_tiered_offload.tiers.p2p.io_thread import IoThread
 from vllm_tiered_offload.tiers.p2p.keys import read_key_file
-from vllm_tiered_offload.tiers.p2p.messages import Buffer, Hello, encode
+from vllm_tiered_offload.tiers.p2p.messages import Hello, encode
 from vllm_tiered_offload.tiers.p2p.nixl_agent import why_not_nixl
 from vllm_tiered_offload.tiers.p2p.nixl_reader import Attached, Landed, NixlReader, ReadFailed, read_window
 from vllm_tiered_offload.tiers.p2p.pulling import Pulling, PullTimes
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
 from vllm_tiered_offload.tiers.p2p.tcp_transport import TcpTransport
 from vllm_tiered_offload.tiers.p2p.transport import Event, Garbled, Heard, Lost, Transport
+from vllm_tiered_offload.tiers.p2p.verifier import RowVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +90,6 @@ class PeerClient(IoThread):
     ) -> None:
         super().__init__("p2p-tier-client")
         self._settings = settings
-        self._fingerprint = own.fingerprint
         self._rows = rows
         self._tell = tell
         self._log = BoundedLog(logger, clock)
@@ -102,11 +99,11 @@ class PeerClient(IoThread):
         self._public_keys: dict[Address, str] = {}  # where there are keys; the transport looks in it
         times = PullTimes(settings.lookup_timeout, settings.pull_timeout, settings.silence_timeout)
         window = read_window(len(rows[0]) if rows else 0)
-        self._pulling = Pulling((), own, self._accept, times, is_myself=is_myself, read_window=window, clock=clock)
+        self._verifier = RowVerifier(own.fingerprint, rows, self._log)
+        self._pulling = Pulling((), own, self._verifier, times, is_myself=is_myself, read_window=window, clock=clock)
         self._transport: Transport | None = None
         self._reader: NixlReader | None = None
         self._engine_id = own.engine_id
-        self._checker = RowChecker(own.fingerprint, rows, self.wake)
         self._failures = 0
 
     def submit(self, command: Command) -> None:
@@ -153,12 +150,9 @@ class PeerClient(IoThread):
         while self._commands:
             self._do(self._obey(self._commands.popleft()))
         for event in self._transport.events(ready):
-            self._do(self._take_in(event), event.checksum if isinstance(event, Heard) else None)
+            self._do(self._take_in(event))
         for read in self._reader.events() if self._reader is not None else ():
             self._do(self._take_in_read(read))
-        for address, part_id, num_bytes, error in self._checker.results():
-            self._tell_fault(error)
-            self._do(self._pulling.checked(address, part_id, num_bytes, good=error is None))
         self._do(self._pulling.tick())
         failures = self._pulling.failures.total()
         if failures > self._failures:
@@ -167,8 +161,8 @@ class PeerClient(IoThread):
 
     def _take_in(self, event: Event) -> list[Instruction]:
         match event:
-            case Heard(address, answer, behind):
-                return self._pulling.heard(address, answer, behind)
+            case Heard(address, answer, behind, checksum):
+                return self._pulling.heard(address, answer, behind, checksum)
             case Garbled(address):
                 return self._pulling.garbled(address)
             case Lost(address):
@@ -178,8 +172,8 @@ class PeerClient(IoThread):
 
     def _take_in_read(self, event: Attached | Landed | ReadFailed) -> list[Instruction]:
         match event:
-            case Landed(address, part_ids, alone):
-                return self._pulling.landed(address, part_ids, alone=alone)
+            case Landed(address, rows, alone):
+                return self._pulling.landed(address, rows, alone=alone)
             case ReadFailed(address):
                 return self._pulling.lost(address)
         self._pulling.can_read(event.address)
@@ -204,8 +198,7 @@ class PeerClient(IoThread):
         keys = {address: self._keys[entry] for address, entry in entry_of.items()}
         self._public_keys.update({address: key for address, key in keys.items() if key is not None})
 
-    def _do(self, instructions: Sequence[Instruction], checksum: RunningChecksum | None = None) -> None:
-        """`checksum` is that of the row that has just come."""
+    def _do(self, instructions: Sequence[Instruction]) -> None:
         assert self._transport is not None
         todo = deque(instructions)
         while todo:
@@ -219,10 +212,6 @@ class PeerClient(IoThread):
                     self._transport.disconnect(address)
                     if self._reader is not None:
                         self._reader.detach(address)
-                case Check() as check if checksum is not None:
-                    todo.extend(self._verify(check, checksum))
-                case Check() as check:
-                    self._checker.submit(check)
                 case Attach(address, memory):
                     if self._reader is not None:
                         self._reader.attach(address, memory)
@@ -240,35 +229,12 @@ class PeerClient(IoThread):
             self._transport.close()
         if self._reader is not None:
             self._reader.close()
-        self._checker.close()
+        self._verifier.close()
         self._rows = ()
 
     def _place(self, address: Address, part_id: PartId) -> memoryview | None:
         wanted = self._pulling.landing(address, part_id)
         return self._rows[wanted.row] if wanted is not None else None
-
-    def _verify(self, check: Check, checksum: RunningChecksum) -> list[Instruction]:
-        """A row whose bytes were read as they came: there is next to nothing to do, and no other thread to wait for."""
-        [(wanted, header)] = check.rows
-        row = self._rows[wanted.row]
-        error = find_fault(wanted.key, header, row, self._fingerprint, checksum)
-        self._tell_fault(error)
-        return self._pulling.checked(check.address, wanted.part_id, len(header) + len(row), good=error is None)
-
-    def _accept(self, wanted: Wanted, header: Buffer, payload: Buffer) -> bool:
-        """Verified first, then copied: from this transport no byte that is not right ever gets into a row."""
-        target = self._rows[wanted.row]
-        error = find_fault(wanted.key, header, payload, self._fingerprint)
-        if error is None and len(payload) != len(target):
-            error = f"payload of {len(payload)} bytes"
-        self._tell_fault(error)
-        if error is None:
-            target[:] = payload
-        return error is None
-
-    def _tell_fault(self, error: str | None) -> None:
-        if error is not None:
-            self._log.warning("corrupt", f"what a peer sent is not the chunk that was asked for: {error}")
 
 
 def _told(failures: Mapping[tuple[Address, str], int]) -> str:

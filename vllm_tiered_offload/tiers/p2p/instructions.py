@@ -1,9 +1,9 @@
 """What `Pulling` is told and tells: where a peer is, what is wanted of it, and what its thread has to do."""
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.tiers.block_frame import RunningChecksum
 from vllm_tiered_offload.tiers.p2p.messages import Buffer, Memory, Question
 
 RoundId: TypeAlias = tuple[int, int]
@@ -48,6 +48,13 @@ class Wanted(NamedTuple):
         return self.source.request, self.source.round, self.source.part
 
 
+class LandedRow(NamedTuple):
+    """A part that was read out of the peer's memory into its row, and the row for its checksum."""
+
+    part_id: PartId
+    checksum: RunningChecksum
+
+
 class Connect(NamedTuple):
     """Make a fresh connection to the peer."""
 
@@ -75,24 +82,10 @@ class Attach(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Read these rows out of the peer's memory into our rows, and tell `Pulling.landed` of each."""
+    """Read these rows out of the peer's memory into our rows, and ours for their checksums; tell `Pulling.landed`."""
 
     address: Address
     rows: tuple[Wanted, ...]
-
-
-class Proved(NamedTuple):
-    """A row that has come, and the frame header that it has to match."""
-
-    wanted: Wanted
-    header: Buffer
-
-
-class Check(NamedTuple):
-    """Verify what is in our rows, and tell `Pulling.checked` of each."""
-
-    address: Address
-    rows: tuple[Proved, ...]
 
 
 class Answered(NamedTuple):
@@ -111,7 +104,14 @@ class JobEnded(NamedTuple):
     corrupt: tuple[OffloadKey, ...]
 
 
-Instruction: TypeAlias = Connect | Disconnect | Say | Attach | Read | Check | Answered | JobEnded
+Instruction: TypeAlias = Connect | Disconnect | Say | Attach | Read | Answered | JobEnded
 
-AcceptRow: TypeAlias = Callable[[Wanted, Buffer, Buffer], bool]
-"""(row, frame header, payload) -> whether the bytes are right; then, and only then, they are in the row."""
+
+class Verifier(Protocol):
+    """Judges what has come."""
+
+    def accept(self, wanted: Wanted, header: Buffer, payload: Buffer) -> bool:
+        """Whether the payload is what the frame header was made for; then, and only then, it is in the row."""
+
+    def is_right(self, wanted: Wanted, header: Buffer, checksum: RunningChecksum) -> bool:
+        """Whether what is in the row, which was read for its checksum, is what the frame header was made for."""

@@ -2,7 +2,8 @@
 
 A lane is an agent and its thread: making one takes long, and a READ within this machine is a system call that copies.
 A peer has one lane, and a second one as soon as its READs turn out to be such copies. Until the first one is there,
-rows come over sockets. A thread polls while a READ is in flight, and sleeps otherwise.
+rows come over sockets. A thread polls while a READ is in flight, and sleeps otherwise. What it has read, it reads again
+for its checksum, while that is in the cache.
 """
 
 import logging
@@ -15,7 +16,8 @@ from itertools import count
 from typing import Any, TypeAlias
 
 from vllm_tiered_offload.contract.seams import monotonic
-from vllm_tiered_offload.tiers.p2p.instructions import Address, PartId, Wanted
+from vllm_tiered_offload.tiers.block_frame import RunningChecksum
+from vllm_tiered_offload.tiers.p2p.instructions import Address, LandedRow, Wanted
 from vllm_tiered_offload.tiers.p2p.messages import MAX_PARTS, Memory
 from vllm_tiered_offload.tiers.p2p.nixl_agent import MEMORY, PAUSE_SECONDS, Agent, NixlError, digest
 
@@ -38,10 +40,10 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """These parts were read; `alone`, in the call that began it, so the peer had no part in it."""
+    """These rows were read; `alone`, in the call that began it, so the peer had no part in it."""
 
     address: Address
-    part_ids: Sequence[PartId]
+    rows: Sequence[LandedRow]
     alone: bool
 
 
@@ -124,7 +126,7 @@ class _Lane:
 
     def __init__(self, peer: _Peer) -> None:
         self._peer = peer
-        self._reads: list[tuple[Any, Sequence[PartId]]] = []  # in flight, by handle
+        self._reads: list[tuple[Any, Sequence[Wanted]]] = []  # in flight, by handle
         self.is_made = threading.Event()  # the agent is there, or will not be
         self._thread = threading.Thread(target=self._run, name="p2p-tier-reader", daemon=True)
         self._thread.start()
@@ -184,13 +186,13 @@ class _Lane:
 
     def _finished(self, agent: Agent) -> Landed | None:
         """READs that are over."""
-        finished: list[PartId] = []
+        finished: list[Wanted] = []
         for read in list(self._reads):
-            handle, part_ids = read
+            handle, rows = read
             if _is_over(agent.nixl.check_xfer_state(handle)):
                 self._reads.remove(read)
                 _give_back(handle)
-                finished += part_ids
+                finished += rows
         return self._landed(finished, alone=False) if finished else None
 
     def _begin(self, agent: Agent, peer_name: Any) -> Landed | None:
@@ -202,19 +204,25 @@ class _Lane:
             rows = self._peer.take(agent.row_bytes, wait=not self._reads)
             if not rows:
                 break
-            handle, part_ids = self._new_read(agent, peer_name, rows), [wanted.part_id for wanted in rows]
-            self._reads.append((handle, part_ids))
+            handle = self._new_read(agent, peer_name, rows)
+            self._reads.append((handle, rows))
             if _is_over(agent.nixl.transfer(handle)):
                 self._reads.pop()
                 _give_back(handle)
-                return self._landed(part_ids, alone=not self._reads)
+                return self._landed(rows, alone=not self._reads)
         return None
 
-    def _landed(self, part_ids: Sequence[PartId], *, alone: bool) -> Landed:
+    def _landed(self, rows: Sequence[Wanted], *, alone: bool) -> Landed:
         self._peer.has_read = True
         if alone:
             self._peer.add_lane()
-        return Landed(self._peer.address, part_ids, alone)
+        return Landed(self._peer.address, [self._summed(wanted) for wanted in rows], alone)
+
+    def _summed(self, wanted: Wanted) -> LandedRow:
+        row = self._peer.reader.rows[wanted.row]
+        checksum = RunningChecksum(len(row))
+        checksum.add(row)
+        return LandedRow(wanted.part_id, checksum)
 
     def _new_read(self, agent: Agent, peer_name: Any, rows: Sequence[Wanted]) -> Any:
         size, memory = agent.row_bytes, self._peer.memory
@@ -264,7 +272,7 @@ class NixlReader:
             if self._peers.get(peer.address) is not peer:
                 continue
             if isinstance(event, Landed):
-                self.num_rows += len(event.part_ids)
+                self.num_rows += len(event.rows)
             if isinstance(event, Unreadable):
                 self._hopeless.add(event.address)
                 text = "p2p tier: the memory of peer %s cannot be read, so rows come over sockets: %s"

@@ -6,6 +6,7 @@ from enum import Enum
 from math import inf
 
 from vllm_tiered_offload.contract.keys import OffloadKey
+from vllm_tiered_offload.tiers.block_frame import RunningChecksum
 from vllm_tiered_offload.tiers.p2p.instructions import Address, PartId, RoundId, Wanted
 from vllm_tiered_offload.tiers.p2p.messages import Buffer
 
@@ -23,8 +24,7 @@ class RowState(Enum):
 
     OWED = "owed"  # the peer has to say something about it
     LANDING = "landing"  # bytes get into it, until the transport says that it has landed or the peer is disconnected
-    CHECKING = "checking"  # its bytes are being verified where they are
-    RIGHT = "right"  # they were, and the peer has to say that its promise held until they were read
+    RIGHT = "right"  # its bytes are, and the peer has to say that its promise held until they were read
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +48,7 @@ class Row:
     dropped: bool = False  # it has failed, and ends as soon as nothing gets into it any more
     # What follows is of a row that is, or was, read out of the peer's memory.
     is_read: bool = False
+    checksum: RunningChecksum | None = None  # of what has landed
     header: Buffer | None = None  # its proof
     confirmed: bool = False  # the peer's promise held until it was read
     num_bytes: int = 0  # that were right, once they are

@@ -22,15 +22,17 @@ from math import inf
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.seams import Clock, monotonic
+from vllm_tiered_offload.tiers.block_frame import RunningChecksum
 from vllm_tiered_offload.tiers.p2p.instructions import (
-    AcceptRow,
     Address,
     Attach,
     Connect,
     Disconnect,
     Instruction,
+    LandedRow,
     PartId,
     Say,
+    Verifier,
     Wanted,
 )
 from vllm_tiered_offload.tiers.p2p.messages import (
@@ -77,7 +79,7 @@ class Pulling:
         self,
         addresses: Collection[Address],
         hello: Hello,
-        accept: AcceptRow,
+        verifier: Verifier,
         times: PullTimes,
         *,
         is_myself: Callable[[bytes], bool] = lambda epoch: False,  # noqa: ARG005
@@ -92,7 +94,7 @@ class Pulling:
         self._peers = {address: Peer(address) for address in addresses}
         self._out: list[Instruction] = []
         self._questions = Questions(self._peers, times.lookup, self._say, self._on_concluded, clock)
-        self._transfers = Transfers(self._peers, times.pull, accept, self._strike, self._instruct, clock, read_window)
+        self._transfers = Transfers(self._peers, times.pull, verifier, self._strike, self._instruct, clock, read_window)
         # For telling; a kind is ours or a Reason of the protocol, so there are few.
         self.failures: Counter[tuple[Address, str]] = Counter()
 
@@ -136,14 +138,17 @@ class Pulling:
 
     # ---- what happens ------------------------------------------------------------------------------------------
 
-    def heard(self, address: Address, answer: Answer, behind: Sequence[Buffer] = ()) -> list[Instruction]:
-        """The peer said something. Behind Data there are its header and its payload, unless that is in its row."""
+    def heard(
+        self, address: Address, answer: Answer, behind: Sequence[Buffer] = (), checksum: RunningChecksum | None = None
+    ) -> list[Instruction]:
+        """The peer said something. Behind Data there are its header and its payload, unless that is in its row: then
+        it has the checksum of what is there."""
         peer = self._peers[address]
         if peer.phase is Phase.CLOSED:
             return self._take()
         peer.is_alive(self._clock())
         try:
-            self._take_in(peer, answer, behind)
+            self._take_in(peer, answer, behind, checksum)
         except MessageError:
             self._fail(peer, "malformed")
         return self._take()
@@ -168,15 +173,10 @@ class Pulling:
         """The payload of this part begins to come: the row that it gets into, or None where it is not wanted."""
         return self._transfers.landing(self._peers[address], part_id)
 
-    def landed(self, address: Address, part_ids: Sequence[PartId], *, alone: bool = False) -> list[Instruction]:
+    def landed(self, address: Address, rows: Sequence[LandedRow], *, alone: bool = False) -> list[Instruction]:
         """These parts were read out of the peer's memory; `alone`: the peer had no part in it, and need not have."""
         self._peers[address].reads_alone = alone
-        self._transfers.on_landed(self._peers[address], part_ids)
-        return self._take()
-
-    def checked(self, address: Address, part_id: PartId, num_bytes: int, *, good: bool) -> list[Instruction]:
-        """A row was verified."""
-        self._transfers.on_checked(self._peers[address], part_id, num_bytes, good=good)
+        self._transfers.on_landed(self._peers[address], rows)
         return self._take()
 
     def tick(self) -> list[Instruction]:
@@ -210,7 +210,7 @@ class Pulling:
 
     # ---- answers -----------------------------------------------------------------------------------------------
 
-    def _take_in(self, peer: Peer, answer: Answer, behind: Sequence[Buffer]) -> None:
+    def _take_in(self, peer: Peer, answer: Answer, behind: Sequence[Buffer], checksum: RunningChecksum | None) -> None:
         match answer:
             case Welcome():
                 self._on_welcome(peer, answer)
@@ -218,7 +218,7 @@ class Pulling:
                 if self._questions.on_found(peer, answer):
                     peer.strikes = 0
             case Data():
-                self._transfers.on_data(peer, answer, behind[0], behind[1] if len(behind) > 1 else None)
+                self._transfers.on_data(peer, answer, behind[0], behind[1] if len(behind) > 1 else None, checksum)
             case Proofs():
                 self._transfers.on_proofs(peer, answer)
             case Confirmed():

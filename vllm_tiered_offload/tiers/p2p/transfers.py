@@ -1,10 +1,10 @@
 """The rows that jobs want, and the promises that they use. No I/O.
 
-    queued --window has room--> owed --Data and its payload: verified, copied--------------------------> ended
-                                 |  ^--Data, its payload is landing in the row--> landing --> checking ---^
+    queued --window has room--> owed --Data and its payload: verified, copied---------------------> ended
+                                 |  ^--Data, its payload is landing in the row--> landing, verified ---^
                                  |
                                  +--Reading, where the peer's memory can be read--> landing --Confirm--> owed
-                                       owed --its Proofs are there--> checking --Confirmed, too--> ended
+                                       owed --its Proofs are there: verified--> right --Confirmed--> ended
 
 - A row ends once: verified, corrupt, refused, or failed with its peer or at its deadline. A job ends with its last row.
 - A row that is landing ends only when it has landed, or when its peer is disconnected: whoever has the row next would
@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from vllm_tiered_offload.contract.seams import Clock
+from vllm_tiered_offload.tiers.block_frame import RunningChecksum
 from vllm_tiered_offload.tiers.p2p.instructions import (
-    AcceptRow,
     Address,
-    Check,
     Instruction,
     JobEnded,
+    LandedRow,
     PartId,
-    Proved,
     Read,
     RoundId,
     Say,
+    Verifier,
     Wanted,
 )
 from vllm_tiered_offload.tiers.p2p.messages import (
@@ -65,7 +65,7 @@ class Transfers:
         self,
         peers: dict[Address, Peer],
         seconds: float,
-        accept: AcceptRow,
+        verifier: Verifier,
         strike: Callable[[Peer, str], None],
         out: Callable[[Instruction], None],
         clock: Clock,
@@ -74,7 +74,7 @@ class Transfers:
         """`read_window` are the rows that are read out of one peer's memory at a time, at most WINDOW."""
         self._peers = peers
         self._seconds = seconds
-        self._accept = accept
+        self._verifier = verifier
         self._strike = strike
         self._out = out
         self._clock = clock
@@ -146,33 +146,40 @@ class Transfers:
         row.state = RowState.LANDING
         return row.wanted
 
-    def on_data(self, peer: Peer, data: Data, header: Buffer, payload: Buffer | None) -> None:
-        """The part is there: in `payload`, or in its row already, where `landing` had a row for it."""
+    def on_data(
+        self, peer: Peer, data: Data, header: Buffer, payload: Buffer | None, checksum: RunningChecksum | None
+    ) -> None:
+        """The part is there: in `payload`, or in its row, where `landing` had one for it, and then with a checksum."""
         [part] = data.parts  # transports tell of one at a time
         row = peer.owed.get((data.request, data.round, part))
         if row is None or row.is_read or (payload is None) != (row.state is RowState.LANDING):
             return
         if payload is not None:
-            self._end_checked(peer, row, len(header) + len(payload), good=self._accept(row.wanted, header, payload))
+            good = self._verifier.accept(row.wanted, header, payload)
+            self._end_verified(peer, row, len(header) + len(payload), good=good)
         elif row.dropped:
             self._end_row(peer, row)
         else:
-            row.header = header
-            self._check(peer, [row])
+            row.header, row.checksum = header, checksum
+            self._verify(peer, [row])
 
-    def on_landed(self, peer: Peer, part_ids: Sequence[PartId]) -> None:
+    def on_landed(self, peer: Peer, landed: Sequence[LandedRow]) -> None:
         """These parts were read."""
-        rows = [row for part_id in part_ids if (row := peer.owed.get(part_id)) and row.state is RowState.LANDING]
-        for row in rows:
-            row.state = RowState.OWED
+        kept: list[Row] = []
+        for part_id, checksum in landed:
+            row = peer.owed.get(part_id)
+            if row is None or row.state is not RowState.LANDING:
+                continue
+            row.state, row.checksum = RowState.OWED, checksum
             if row.dropped:
                 self._end_row(peer, row)
-        kept = [row for row in rows if not row.dropped]
+            else:
+                kept.append(row)
         for _, sources in groupby((row.wanted.source for row in kept), lambda source: (source.request, source.round)):
             first, *others = sources
             parts = (first.part, *(source.part for source in others))
             self._out(Say(peer.address, Confirm(first.request, first.round, first.epoch, parts)))
-        self._check(peer, [row for row in kept if row.header is not None])
+        self._verify(peer, kept)
 
     def on_proofs(self, peer: Peer, proofs: Proofs) -> None:
         """What is to be in rows that are being read, or were."""
@@ -186,9 +193,8 @@ class Transfers:
             if not row.is_read or row.header is not None:
                 raise MessageError("a proof of what is not read, or the second one")
             row.header = header
-            if row.state is RowState.OWED:
-                proved.append(row)
-        self._check(peer, proved)
+            proved.append(row)
+        self._verify(peer, proved)
 
     def on_confirmed(self, peer: Peer, confirmed: Confirmed) -> None:
         """The peer's promise of these parts held until they had been read."""
@@ -200,26 +206,21 @@ class Transfers:
                 raise MessageError("a confirmation of what it was not asked for")
             row.confirmed = True
             if row.state is RowState.RIGHT:
-                self._end_checked(peer, row, row.num_bytes, good=True)
+                self._end_verified(peer, row, row.num_bytes, good=True)
 
-    def _check(self, peer: Peer, rows: Sequence[Row]) -> None:
-        """Verify these, which have landed and have a header."""
+    def _verify(self, peer: Peer, rows: Sequence[Row]) -> None:
+        """Those that have landed and have a header. A wrong one may be the end of its peer, and of the others."""
         for row in rows:
-            row.state = RowState.CHECKING
-        if rows:
-            self._out(Check(peer.address, tuple(Proved(row.wanted, row.header or b"") for row in rows)))
+            if row.header is None or row.checksum is None or peer.owed.get(row.wanted.part_id) is not row:
+                continue
+            good = self._verifier.is_right(row.wanted, row.header, row.checksum)
+            num_bytes = len(row.header) + row.checksum.size
+            if good and row.is_read and not row.confirmed:
+                row.state, row.num_bytes = RowState.RIGHT, num_bytes
+            else:
+                self._end_verified(peer, row, num_bytes, good=good)
 
-    def on_checked(self, peer: Peer, part_id: PartId, num_bytes: int, *, good: bool) -> None:
-        """The row of this part was verified, and so was its header: `num_bytes` together."""
-        row = peer.owed.get(part_id)
-        if row is None or row.state is not RowState.CHECKING:
-            return
-        if good and row.is_read and not row.confirmed:
-            row.state, row.num_bytes = RowState.RIGHT, num_bytes
-        else:
-            self._end_checked(peer, row, num_bytes, good=good)
-
-    def _end_checked(self, peer: Peer, row: Row, num_bytes: int, *, good: bool) -> None:
+    def _end_verified(self, peer: Peer, row: Row, num_bytes: int, *, good: bool) -> None:
         if good:
             peer.strikes = 0
             self.bytes_from[peer.address] += num_bytes
