@@ -13,7 +13,9 @@ from vllm_tiered_offload.tiers.block_frame import (
     Checksum,
     FrameError,
     FrameFault,
+    PayloadChecksum,
     RunningChecksum,
+    checksum_of,
     decode_header,
     encode_header,
     encode_header_of,
@@ -56,11 +58,11 @@ def test_a_payload_that_is_read_in_pieces_has_the_same_header(payload: bytes, cu
     """And is found right and wrong as one that is read at once. Made to fail by leaving out the last piece."""
     pieces = [payload[a:b] for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), len(payload)], strict=True)]
 
-    def read(pieces: list[bytes]) -> RunningChecksum:
+    def read(pieces: list[bytes]) -> PayloadChecksum:
         running = RunningChecksum(len(payload))
         for piece in pieces:
             running.add(piece)
-        return running
+        return running.finish()
 
     header = encode_header(KEY, payload, SPACE)
     assert encode_header_of(KEY, read(pieces), SPACE) == header
@@ -74,13 +76,12 @@ def test_a_payload_that_is_read_in_pieces_has_the_same_header(payload: bytes, cu
 @pytest.mark.skipif(len(ALGORITHMS) < 2, reason="one of the two libraries is not installed")
 def test_a_header_of_the_other_algorithm_is_verified_all_the_same() -> None:
     """Made to fail by comparing checksums of two algorithms."""
-    running = RunningChecksum(len(PAYLOAD))
-    running.add(PAYLOAD)
-    assert running.algorithm is Checksum.GMAC
+    known = checksum_of(PAYLOAD)
+    assert known.algorithm is Checksum.GMAC
     frame = decode_header(encode_header(KEY, PAYLOAD, SPACE, Checksum.BLAKE3))
-    verify(frame, PAYLOAD, running)
+    verify(frame, PAYLOAD, known)
     with pytest.raises(FrameError, match="does not match"):
-        verify(frame, PAYLOAD[::-1], running)
+        verify(frame, PAYLOAD[::-1], checksum_of(PAYLOAD[::-1]))
 
 
 @given(st.binary(max_size=200) | st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES + 10))

@@ -42,13 +42,13 @@ def main() -> None:
     tier.submit_store(JobMetadata(1, tuple(keys), tuple(range(chunks)), False, memory.req))
     server = tier._server
     assert server.is_open.wait(PATIENCE)
-    prove = server._prove
+    checksum_of = server._checksum_of
 
     def slowly(*row):
         time.sleep(seconds)
-        return prove(*row)
+        return checksum_of(*row)
 
-    server._prove = slowly  # type: ignore[method-assign]
+    server._checksum_of = slowly  # type: ignore[method-assign]
     if "restless" in sys.argv:
         help_for_ever(server)
     print(tier.port, flush=True)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
+from vllm_tiered_offload.tiers.block_frame import CHECKSUM_BYTES
 from vllm_tiered_offload.tiers.p2p.messages import (
     EPOCH_BYTES,
     MAX_AGENT_BYTES,
@@ -27,6 +27,7 @@ from vllm_tiered_offload.tiers.p2p.messages import (
     MessageError,
     Ping,
     Pong,
+    Proof,
     Proofs,
     Question,
     Reading,
@@ -47,6 +48,7 @@ names = st.text(max_size=40)
 parts = st.integers(0, MAX_KEYS - 1)
 keys = st.binary(min_size=1, max_size=MAX_KEY_BYTES)
 
+proofs = st.builds(Proof, keys, numbers, st.binary(min_size=CHECKSUM_BYTES, max_size=CHECKSUM_BYTES))
 memories = st.builds(Memory, st.binary(min_size=1, max_size=99), *[numbers] * 3, st.binary(min_size=16, max_size=16))
 
 questions: st.SearchStrategy[Question] = st.one_of(
@@ -69,7 +71,7 @@ answers: st.SearchStrategy[Answer] = st.one_of(
         *(numbers, numbers, epochs, st.lists(parts, max_size=8).map(tuple), st.floats(0, 86400)),
         st.lists(numbers, max_size=8).map(tuple),
     ),
-    st.builds(Proofs, numbers, numbers, st.just((0, 1)), st.just((bytes(HEADER_BYTES),) * 2)),
+    st.builds(Proofs, numbers, numbers, st.just((0, 1)), st.tuples(proofs, proofs)),
     st.builds(Confirmed, numbers, numbers, st.lists(parts, min_size=1, max_size=8).map(tuple)),
     st.builds(Data, numbers, numbers, st.lists(parts, min_size=1, max_size=MAX_PARTS).map(tuple)),
     st.builds(Refuse, numbers, numbers, st.sampled_from(Reason)),
@@ -186,8 +188,9 @@ def test_question_beyond_a_bound_is_refused(beyond: Question) -> None:
         Welcome(b"", ""),
         Welcome(EPOCH, "", Memory(bytes(MAX_AGENT_BYTES + 1), 0, 0, 0, bytes(16))),
         Welcome(EPOCH, "", Memory(b"agent", -1, 0, 0, bytes(16))),
-        Proofs(0, 0, (0,), (bytes(HEADER_BYTES - 1),)),
-        Proofs(0, 0, (0,), (bytes(HEADER_BYTES),) * (MAX_PARTS + 1)),
+        Proofs(0, 0, (0,), (Proof(b"k", 1, bytes(CHECKSUM_BYTES - 1)),)),
+        Proofs(0, 0, (0,), (Proof(b"", 1, bytes(CHECKSUM_BYTES)),)),
+        Proofs(0, 0, (0,), (Proof(b"k", 1, bytes(CHECKSUM_BYTES)),) * (MAX_PARTS + 1)),
     ],
 )
 def test_answer_beyond_a_bound_is_refused(beyond: Answer) -> None:

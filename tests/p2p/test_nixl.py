@@ -12,7 +12,7 @@ from p2p_kit import Engine, attach_at_once, keys_of, needs_nixl, wait_until
 from test_p2p_processes import BYTES, CHUNKS, KEYS, ROW_BYTES, OwnerProcess, check_bytes, check_nothing_lands
 
 from vllm_tiered_offload import JobResult, LookupResult, ReqContext
-from vllm_tiered_offload.tiers.block_frame import encode_header
+from vllm_tiered_offload.tiers.block_frame import PayloadChecksum, checksum_of
 from vllm_tiered_offload.tiers.p2p import nixl_agent, nixl_reader
 from vllm_tiered_offload.tiers.p2p.leases import PromisedRow
 from vllm_tiered_offload.tiers.p2p.nixl_agent import Agent, ucx_settings, why_not_nixl
@@ -178,21 +178,20 @@ def test_one_end_without_nixl_is_enough_for_sockets(pullers: list[Engine], owner
 def test_a_row_that_changed_under_the_read_is_not_let_in(
     pullers: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D6: what was read is not what the owner has proved. Made to fail by taking headers for granted."""
+    """D6: what was read is not what the owner has proved. Made to fail by taking proofs for granted."""
     owner, puller = two_engines(pullers)
     server = owner.tier._server
-    prove = server._prove
+    right = server._checksum_of
 
-    def another(row: PromisedRow) -> bytes:
-        """The proof of what the row was, or will be."""
+    def another(row: PromisedRow) -> PayloadChecksum:
+        """Of what the row was, or will be."""
         if row.key != SOME[3]:
-            return prove(row)
+            return right(row)
         payload = bytearray(owner.memory.rows[row.row])
         payload[0] ^= 1
-        assert server._serving is not None
-        return encode_header(row.key, payload, server._serving.owner.own.fingerprint)
+        return checksum_of(payload)
 
-    monkeypatch.setattr(server, "_prove", another)
+    monkeypatch.setattr(server, "_checksum_of", another)
     assert puller.load(SOME) == tuple(key for key in SOME if key != SOME[3])
     assert puller.look([SOME[3]]) == [MISS]
 

@@ -25,6 +25,7 @@ from vllm_tiered_offload import (
     SecondaryTierManager,
 )
 from vllm_tiered_offload.testing.conformance import Faults, SecondaryTierConformance
+from vllm_tiered_offload.tiers.block_frame import PayloadChecksum
 from vllm_tiered_offload.tiers.p2p.directory import PeerDirectory
 from vllm_tiered_offload.tiers.p2p.instructions import Address
 from vllm_tiered_offload.tiers.p2p.messages import Reason, Refuse
@@ -48,8 +49,8 @@ class OwnerEngine:
         self.server = server
         self.damaged: set[OffloadKey] = set()
         self.broken = False
-        self._prove, self._receive = server._prove, server._serving.owner.receive
-        server._prove = self._proof_of_other_bytes  # type: ignore[method-assign]
+        self._checksum_of, self._receive = server._checksum_of, server._serving.owner.receive
+        server._checksum_of = self._checksum_of_other_bytes  # type: ignore[method-assign]
         server._serving.owner.receive = self._receive_or_refuse  # type: ignore[method-assign]
 
     def put(self, key: OffloadKey, data: memoryview) -> None:
@@ -65,14 +66,14 @@ class OwnerEngine:
         primary, req = self.memory.primary, self.memory.req
         primary.complete_load(primary.prepare_load([key], req), [key])
 
-    def _proof_of_other_bytes(self, row: Any, *read: Any) -> bytes:
+    def _checksum_of_other_bytes(self, row: Any, *read: Any) -> PayloadChecksum:
         """As if the bytes had been damaged on their way."""
         payload = self.memory.rows[row.row]
         if row.key not in self.damaged:
-            return self._prove(row, *read)
+            return self._checksum_of(row, *read)
         payload[-1] ^= 1
         try:
-            return self._prove(row)
+            return self._checksum_of(row)
         finally:
             payload[-1] ^= 1
 

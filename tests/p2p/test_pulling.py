@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from vllm_tiered_offload import OffloadKey
 from vllm_tiered_offload.testing.fakes.seams import ManualClock
-from vllm_tiered_offload.tiers.block_frame import RunningChecksum
+from vllm_tiered_offload.tiers.block_frame import Checksum, PayloadChecksum
 from vllm_tiered_offload.tiers.p2p.instructions import (
     Address,
     Answered,
@@ -35,6 +35,7 @@ from vllm_tiered_offload.tiers.p2p.messages import (
     Memory,
     Ping,
     Pong,
+    Proof,
     Proofs,
     Reading,
     Reason,
@@ -50,7 +51,9 @@ pytestmark = pytest.mark.fast
 A, B, ELSEWHERE = Address("a", 1), Address("a", 2), Address("b", 1)
 HELLO = Hello(1, bytes(32), (4096,), 1, "me")
 EPOCH = bytes(16)
-HEADER = bytes(4096)
+HEADER, SIZE = bytes(4096), 8192
+PROOF = Proof(b"k", 1, bytes(16))
+CHECKSUM = PayloadChecksum(Checksum.GMAC, SIZE, bytes(16))
 TIMES = PullTimes(lookup=0.5, pull=10.0, silence=1.0)
 
 
@@ -77,7 +80,7 @@ class World:
         return wanted.row not in self.wrong
 
     def landed(self, address: Address, *part_ids: PartId, alone: bool = False) -> list[Instruction]:
-        rows = [LandedRow(part_id, RunningChecksum(0)) for part_id in part_ids]
+        rows = [LandedRow(part_id, CHECKSUM) for part_id in part_ids]
         return self.pulling.landed(address, rows, alone=alone)
 
     def hear(self, address: Address, answer: Answer, payload: bytes = b"good") -> list[Instruction]:
@@ -300,18 +303,18 @@ def test_rows_that_were_read_count_when_confirmed_and_checked(world: World) -> N
     assert reading == Say(A, Reading(1, 1, EPOCH, (0, 1, 2)))
     assert isinstance(read, Read)
     assert [wanted.row for wanted in read.rows] == [100, 101, 102]
-    assert world.hear(A, Proofs(1, 1, (0,), (HEADER,))) == []
+    assert world.hear(A, Proofs(1, 1, (0,), (PROOF,))) == []
     assert world.landed(A, (1, 1, 0), (1, 1, 2)) == [Say(A, Confirm(1, 1, EPOCH, (0, 2)))]
     assert world.verified == [100]
     assert world.pulling.bytes_from[A] == 0
     assert world.hear(A, Confirmed(1, 1, (0, 2))) == []
-    assert world.pulling.bytes_from[A] == len(HEADER)
+    assert world.pulling.bytes_from[A] == SIZE
     world.wrong.add(102)
-    assert world.hear(A, Proofs(1, 1, (1, 2), (HEADER, HEADER))) == []
+    assert world.hear(A, Proofs(1, 1, (1, 2), (PROOF, PROOF))) == []
     assert world.verified == [100, 102]
     assert world.landed(A, (1, 1, 1)) == [Say(A, Confirm(1, 1, EPOCH, (1,)))]
     assert world.verified == [100, 102, 101]
-    assert world.pulling.bytes_from[A] == len(HEADER), "it is not confirmed"
+    assert world.pulling.bytes_from[A] == SIZE, "it is not confirmed"
     assert world.hear(A, Refuse(1, 1, Reason.GONE)) == [JobEnded(1, (keys(1)[0],), (keys(3)[2],))]
 
 
@@ -320,7 +323,7 @@ def test_a_peer_that_fails_by_what_it_sent_takes_the_rest_along(world: World) ->
     world.pull(ready_to_read(world, 5))
     world.wrong.update(range(100, 103))
     world.landed(A, *((1, 1, part) for part in range(5)))
-    steps = world.hear(A, Proofs(1, 1, tuple(range(5)), (HEADER,) * 5))
+    steps = world.hear(A, Proofs(1, 1, tuple(range(5)), (PROOF,) * 5))
     assert steps == [Disconnect(A), JobEnded(1, (), tuple(keys(3)))]
     assert world.verified == [100, 101, 102]
 
@@ -329,7 +332,7 @@ def test_a_proof_of_what_is_not_read_drops_the_peer(world: World) -> None:
     """It would let in whatever was in the row before."""
     world.ready(A)
     world.pull(world.found(1))
-    assert world.hear(A, Proofs(1, 1, (0,), (HEADER,))) == [Disconnect(A), JobEnded(1, (), ())]
+    assert world.hear(A, Proofs(1, 1, (0,), (PROOF,))) == [Disconnect(A), JobEnded(1, (), ())]
 
 
 @pytest.mark.parametrize("landed", [False, True])
@@ -338,14 +341,14 @@ def test_a_second_proof_drops_the_peer(world: World, landed: bool) -> None:
     world.pull(ready_to_read(world, 1))
     if landed:
         world.landed(A, (1, 1, 0))
-    world.hear(A, Proofs(1, 1, (0,), (HEADER,)))
-    assert world.hear(A, Proofs(1, 1, (0,), (HEADER,))) == [Disconnect(A), JobEnded(1, (), ())]
+    world.hear(A, Proofs(1, 1, (0,), (PROOF,)))
+    assert world.hear(A, Proofs(1, 1, (0,), (PROOF,))) == [Disconnect(A), JobEnded(1, (), ())]
 
 
 def test_a_confirmation_before_the_read_is_over_drops_the_peer(world: World) -> None:
     """It would say nothing of the rest of the read. Made to fail by taking it as it comes."""
     world.pull(ready_to_read(world, 1))
-    world.hear(A, Proofs(1, 1, (0,), (HEADER,)))
+    world.hear(A, Proofs(1, 1, (0,), (PROOF,)))
     assert world.hear(A, Confirmed(1, 1, (0,))) == [Disconnect(A), JobEnded(1, (), ())]
 
 
@@ -396,11 +399,11 @@ def test_a_payload_lands_only_in_a_row_that_is_owed(world: World) -> None:
     assert wanted.row == 100
     assert world.pulling.landing(A, (1, 1, 0)) is None
     assert world.pulling.landing(A, (1, 1, 7)) is None
-    assert world.pulling.heard(A, Data(1, 1, (1,)), [HEADER], RunningChecksum(0)) == []
+    assert world.pulling.heard(A, Data(1, 1, (1,)), [HEADER], CHECKSUM) == []
     assert not world.verified, "it did not land"
-    assert world.pulling.heard(A, Data(1, 1, (0,)), [HEADER], RunningChecksum(0)) == []
+    assert world.pulling.heard(A, Data(1, 1, (0,)), [HEADER], CHECKSUM) == []
     assert world.verified == [100]
-    assert world.pulling.bytes_from[A] == len(HEADER)
+    assert world.pulling.bytes_from[A] == SIZE
     assert world.pulling.lost(A) == [Disconnect(A), JobEnded(1, (keys(1)[0],), ())]
     assert world.pulling.landing(A, (1, 1, 1)) is None
 
@@ -492,13 +495,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(address=addresses, back=st.integers(0, 3), request=small, part=st.integers(0, 3))
     def prove(self, address: Address, back: int, request: int, part: int) -> None:
-        proofs = Proofs(request, max(0, self.round - back), (part,), (HEADER,))
+        proofs = Proofs(request, max(0, self.round - back), (part,), (PROOF,))
         self.perform(self.world.pulling.heard(address, proofs))
 
     @rule(address=addresses, back=st.integers(0, 3), request=small, part=st.integers(0, 3))
     def finish_landing(self, address: Address, back: int, request: int, part: int) -> None:
         data = Data(request, max(0, self.round - back), (part,))
-        self.perform(self.world.pulling.heard(address, data, [HEADER], RunningChecksum(0)))
+        self.perform(self.world.pulling.heard(address, data, [HEADER], CHECKSUM))
 
     @rule(good=st.booleans())
     def what_lands_is(self, good: bool) -> None:

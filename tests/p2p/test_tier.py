@@ -12,7 +12,7 @@ from p2p_kit import PATIENCE, ROW, A, Engine, Serving, content, cpu_seconds, key
 
 from vllm_tiered_offload import JobResult, LookupResult, ReqContext
 from vllm_tiered_offload.testing.conformance.material import make_fingerprint
-from vllm_tiered_offload.tiers.block_frame import RunningChecksum
+from vllm_tiered_offload.tiers.block_frame import PayloadChecksum
 from vllm_tiered_offload.tiers.p2p.keys import new_keys, write_key_file
 from vllm_tiered_offload.tiers.p2p.leases import PromisedRow
 from vllm_tiered_offload.tiers.p2p.messages import MAX_MESSAGE_BYTES, Reason
@@ -219,14 +219,14 @@ def test_a_damaged_row_is_not_let_in(new_engine: NewEngine, monkeypatch: pytest.
     owner.put(KEYS)
     puller = new_engine([owner.port])
     server = owner.tier._server
-    prove = server._prove
+    checksum_of = server._checksum_of
 
-    def damaging(row: PromisedRow, read: RunningChecksum) -> bytes:
+    def damaging(row: PromisedRow, read: PayloadChecksum) -> PayloadChecksum:
         if row.key == KEYS[3]:
             owner.memory.rows[row.row][0] ^= 1
-        return prove(row, read)
+        return checksum_of(row, read)
 
-    monkeypatch.setattr(server, "_prove", damaging)
+    monkeypatch.setattr(server, "_checksum_of", damaging)
     puller.begin()
     assert puller.load(KEYS) == tuple(key for key in KEYS if key != KEYS[3])
     assert puller.look([KEYS[3]]) == [MISS]
@@ -267,13 +267,13 @@ def test_a_reset_in_the_middle_of_a_transfer(new_engine: NewEngine, monkeypatch:
     owner.put(KEYS)
     puller = new_engine([owner.port])
     server = owner.tier._server
-    prove = server._prove
+    checksum_of = server._checksum_of
 
-    def slowly(row: PromisedRow, read: RunningChecksum) -> bytes:
+    def slowly(row: PromisedRow, read: PayloadChecksum) -> PayloadChecksum:
         time.sleep(0.05)
-        return prove(row, read)
+        return checksum_of(row, read)
 
-    monkeypatch.setattr(server, "_prove", slowly)
+    monkeypatch.setattr(server, "_checksum_of", slowly)
     puller.begin()
     assert puller.look(KEYS) == [HIT] * 8
     job = puller.submit(KEYS)

@@ -35,7 +35,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 
@@ -89,6 +89,14 @@ class FrameHeader:
     flags: int = 0
 
 
+class PayloadChecksum(NamedTuple):
+    """What a payload of `size` bytes was found to be."""
+
+    algorithm: Checksum
+    size: int
+    digest: bytes
+
+
 class RunningChecksum:
     """The checksum of a payload of `size` bytes that is read piece by piece, each while it is in the cache."""
 
@@ -103,10 +111,17 @@ class RunningChecksum:
         self._update(piece)
         self.done += memoryview(piece).nbytes
 
-    def finish(self) -> bytes:
+    def finish(self) -> PayloadChecksum:
         """Once, after the last byte."""
         assert self.done == self.size, f"{self.done} of {self.size} bytes were added"
-        return self._finish()
+        return PayloadChecksum(self.algorithm, self.size, self._finish())
+
+
+def checksum_of(payload: Buffer, algorithm: Checksum | None = None) -> PayloadChecksum:
+    """The checksum of a payload that is read as a whole."""
+    size = memoryview(payload).nbytes
+    algorithm = algorithm or _preferred(size)
+    return PayloadChecksum(algorithm, size, _CHECKSUMS[algorithm](payload))
 
 
 def encode_header(key: OffloadKey, payload: Buffer, fingerprint: bytes, algorithm: Checksum | None = None) -> bytes:
@@ -114,17 +129,12 @@ def encode_header(key: OffloadKey, payload: Buffer, fingerprint: bytes, algorith
 
     Raises ValueError for a key longer than MAX_KEY_BYTES or a fingerprint that is not a digest.
     """
-    size = memoryview(payload).nbytes
-    algorithm = algorithm or _preferred(size)
-    return _encode_header(key, size, fingerprint, algorithm, _CHECKSUMS[algorithm](payload))
+    return encode_header_of(key, checksum_of(payload, algorithm), fingerprint)
 
 
-def encode_header_of(key: OffloadKey, payload: RunningChecksum, fingerprint: bytes) -> bytes:
+def encode_header_of(key: OffloadKey, payload: PayloadChecksum, fingerprint: bytes) -> bytes:
     """The same of a payload that was read already."""
-    return _encode_header(key, payload.size, fingerprint, payload.algorithm, payload.finish())
-
-
-def _encode_header(key: OffloadKey, size: int, fingerprint: bytes, algorithm: Checksum, checksum: bytes) -> bytes:
+    algorithm, size, checksum = payload
     if len(key) > MAX_KEY_BYTES or len(fingerprint) != FINGERPRINT_BYTES:
         raise ValueError(f"no frame for a key of {len(key)} and a fingerprint of {len(fingerprint)} bytes")
     fields = _FIELDS.pack(MAGIC, VERSION, algorithm.value, 0, HEADER_BYTES, len(key), size, fingerprint, checksum)
@@ -156,6 +166,16 @@ def decode_header(data: Buffer) -> FrameHeader:
     return FrameHeader(key, payload_bytes, fingerprint, algorithm, checksum, version, flags)
 
 
+def proved_header(
+    key: OffloadKey, payload_bytes: int, fingerprint: bytes, algorithm: int, checksum: bytes
+) -> FrameHeader:
+    """The header of a payload of which this was said, instead of written in front of it.
+
+    Raises FrameError unless there is an algorithm of that number, and its library.
+    """
+    return FrameHeader(key, payload_bytes, fingerprint, _available(algorithm), checksum)
+
+
 def expect(header: FrameHeader, key: OffloadKey, fingerprint: bytes, payload_bytes: int) -> None:
     """Raise FrameError unless the header is the one of this chunk in this namespace."""
     if header.key != key:
@@ -166,20 +186,18 @@ def expect(header: FrameHeader, key: OffloadKey, fingerprint: bytes, payload_byt
         raise FrameError(FrameFault.FOREIGN, f"payload of {header.payload_bytes} bytes, expected {payload_bytes}")
 
 
-def verify(header: FrameHeader, payload: Buffer, running: RunningChecksum | None = None) -> None:
+def verify(header: FrameHeader, payload: Buffer, known: PayloadChecksum | None = None) -> None:
     """Raise FrameError unless `payload` is, bit for bit, what the header was made for.
 
-    `running` has read all of it already; that counts where it is of the header's algorithm.
+    `known` is its checksum where it was read already; that counts where it is of the header's algorithm.
     """
     size = memoryview(payload).nbytes
     if size != header.payload_bytes:
         kind = FrameFault.SHORT if size < header.payload_bytes else FrameFault.FOREIGN
         raise FrameError(kind, f"payload of {size} bytes, the header says {header.payload_bytes}")
-    if running is not None and running.algorithm is header.algorithm:
-        checksum = running.finish()
-    else:
-        checksum = _CHECKSUMS[header.algorithm](payload)
-    if checksum != header.checksum:
+    if known is None or known.algorithm is not header.algorithm:
+        known = checksum_of(payload, header.algorithm)
+    if known.digest != header.checksum:
         raise FrameError(FrameFault.CORRUPT, "the payload does not match its checksum")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import zmq
 
-from vllm_tiered_offload.tiers.block_frame import RunningChecksum
+from vllm_tiered_offload.tiers.block_frame import checksum_of
 from vllm_tiered_offload.tiers.p2p.keys import ZAP_DOMAIN, ZAP_ENDPOINT, answer_zap, read_key_file
 from vllm_tiered_offload.tiers.p2p.leases import PeerId
 from vllm_tiered_offload.tiers.p2p.listener import Arrived, Gone, RowToSend
@@ -76,9 +76,8 @@ class CurveListener:
     def send_rows(self, peer: PeerId, request: int, round_: int, rows: Sequence[RowToSend]) -> bool:
         """One message each: a message is in memory as a whole."""
         for row in rows:
-            read = RunningChecksum(len(row.row))
-            read.add(row.row)
-            sent = self._send(peer, [encode(Data(request, round_, (row.part,))), row.row, row.prove(read)])
+            header = row.prove(checksum_of(row.row))
+            sent = self._send(peer, [encode(Data(request, round_, (row.part,))), row.row, header])
             row.done()
             if not sent:
                 return False

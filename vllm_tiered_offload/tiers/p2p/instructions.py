@@ -3,8 +3,8 @@
 from typing import NamedTuple, Protocol, TypeAlias
 
 from vllm_tiered_offload.contract.keys import OffloadKey
-from vllm_tiered_offload.tiers.block_frame import RunningChecksum
-from vllm_tiered_offload.tiers.p2p.messages import Buffer, Memory, Question
+from vllm_tiered_offload.tiers.block_frame import PayloadChecksum
+from vllm_tiered_offload.tiers.p2p.messages import Buffer, Memory, Proof, Question
 
 RoundId: TypeAlias = tuple[int, int]
 """(request, round)."""
@@ -49,10 +49,10 @@ class Wanted(NamedTuple):
 
 
 class LandedRow(NamedTuple):
-    """A part that was read out of the peer's memory into its row, and the row for its checksum."""
+    """A part that was read out of the peer's memory into its row, and what is there now."""
 
     part_id: PartId
-    checksum: RunningChecksum
+    checksum: PayloadChecksum
 
 
 class Connect(NamedTuple):
@@ -113,5 +113,5 @@ class Verifier(Protocol):
     def accept(self, wanted: Wanted, header: Buffer, payload: Buffer) -> bool:
         """Whether the payload is what the frame header was made for; then, and only then, it is in the row."""
 
-    def is_right(self, wanted: Wanted, header: Buffer, checksum: RunningChecksum) -> bool:
-        """Whether what is in the row, which was read for its checksum, is what the frame header was made for."""
+    def is_right(self, wanted: Wanted, proof: Buffer | Proof, checksum: PayloadChecksum) -> bool:
+        """Whether the row, whose checksum this is, holds what its proof, or the frame header it came with, says."""

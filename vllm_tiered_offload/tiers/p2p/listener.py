@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from vllm_tiered_offload.tiers.block_frame import RunningChecksum
+from vllm_tiered_offload.tiers.block_frame import PayloadChecksum
 from vllm_tiered_offload.tiers.p2p.leases import PeerId
 from vllm_tiered_offload.tiers.p2p.messages import Buffer
 from vllm_tiered_offload.tiers.p2p.serving import UserId
@@ -31,13 +31,13 @@ class Gone:
 class RowToSend:
     """A row. It may be read while `holds()`, and `done()` is called after that.
 
-    `prove` makes the header, which goes behind it, of a checksum that has read it: piece by piece as it is sent, so
-    that its bytes are in the cache.
+    `prove` makes the header, which goes behind it, of its checksum: it is read piece by piece as it is sent, so that
+    its bytes are in the cache.
     """
 
     part: int
     row: memoryview
-    prove: Callable[[RunningChecksum], bytes]
+    prove: Callable[[PayloadChecksum], bytes]
     holds: Callable[[], bool]
     done: Callable[[], None]
 

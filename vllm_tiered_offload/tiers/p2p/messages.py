@@ -4,8 +4,8 @@
     Hello (version, fingerprint, geometry) -> Welcome (epoch), or Refuse and nothing else
     Lookup (request, round, keys)          -> Found (which of the keys are promised, where, and for how long)
     Fetch (request, round, epoch, parts)   -> Data, with the rows and their frame headers behind it
-    Reading (request, round, epoch, parts) -> Proofs (the frame headers), bit by bit, while the puller reads these rows
-                                              out of the owner's memory
+    Reading (request, round, epoch, parts) -> Proofs (key and checksum of each), bit by bit, while the puller reads
+                                              these rows out of the owner's memory
     Confirm (request, round, epoch, parts) -> Confirmed, if the promise held until now; never before their Proofs
     Release (request, round)                  no answer
     Ping (number)                          -> Pong (the same number), from the thread that serves
@@ -26,9 +26,9 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from vllm_tiered_offload.tiers.block_frame import HEADER_BYTES
+from vllm_tiered_offload.tiers.block_frame import CHECKSUM_BYTES
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_KEYS = 8192
 MAX_KEY_BYTES = 128
@@ -46,7 +46,6 @@ _EngineId = Annotated[str, Meta(max_length=256)]
 _Key = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 _Part = Annotated[int, Meta(ge=0, lt=MAX_KEYS)]
 _Parts = Annotated[tuple[_Part, ...], Meta(min_length=1, max_length=MAX_PARTS)]
-_Header = Annotated[bytes, Meta(min_length=HEADER_BYTES, max_length=HEADER_BYTES)]
 
 
 class MessageError(ValueError):
@@ -159,13 +158,24 @@ class Confirm(_Message, tag="confirm", frozen=True):
     parts: _Parts
 
 
+class Proof(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """What a row was while it was promised: a chunk, and the checksum of its bytes, by the algorithm's number.
+
+    The rest of a frame header is the same for all rows of a session.
+    """
+
+    key: _Key
+    algorithm: _Number
+    checksum: Annotated[bytes, Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
+
+
 class Proofs(_Message, tag="proofs", frozen=True):
-    """The frame header of each of these parts, made of the row while it was promised."""
+    """One for each of these parts."""
 
     request: _Number
     round: _Number
     parts: _Parts
-    headers: Annotated[tuple[_Header, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+    proofs: Annotated[tuple[Proof, ...], Meta(min_length=1, max_length=MAX_PARTS)]
 
 
 class Confirmed(_Message, tag="confirmed", frozen=True):

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any, TypeAlias
 
 from vllm_tiered_offload.contract.seams import monotonic
-from vllm_tiered_offload.tiers.block_frame import RunningChecksum
+from vllm_tiered_offload.tiers.block_frame import checksum_of
 from vllm_tiered_offload.tiers.p2p.instructions import Address, LandedRow, Wanted
 from vllm_tiered_offload.tiers.p2p.messages import MAX_PARTS, Memory
 from vllm_tiered_offload.tiers.p2p.nixl_agent import MEMORY, PAUSE_SECONDS, Agent, NixlError, digest
@@ -216,13 +216,9 @@ class _Lane:
         self._peer.has_read = True
         if alone:
             self._peer.add_lane()
-        return Landed(self._peer.address, [self._summed(wanted) for wanted in rows], alone)
-
-    def _summed(self, wanted: Wanted) -> LandedRow:
-        row = self._peer.reader.rows[wanted.row]
-        checksum = RunningChecksum(len(row))
-        checksum.add(row)
-        return LandedRow(wanted.part_id, checksum)
+        ours = self._peer.reader.rows
+        landed = [LandedRow(wanted.part_id, checksum_of(ours[wanted.row])) for wanted in rows]
+        return Landed(self._peer.address, landed, alone)
 
     def _new_read(self, agent: Agent, peer_name: Any, rows: Sequence[Wanted]) -> Any:
         size, memory = agent.row_bytes, self._peer.memory

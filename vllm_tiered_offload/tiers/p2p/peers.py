@@ -6,9 +6,9 @@ from enum import Enum
 from math import inf
 
 from vllm_tiered_offload.contract.keys import OffloadKey
-from vllm_tiered_offload.tiers.block_frame import RunningChecksum
+from vllm_tiered_offload.tiers.block_frame import PayloadChecksum
 from vllm_tiered_offload.tiers.p2p.instructions import Address, PartId, RoundId, Wanted
-from vllm_tiered_offload.tiers.p2p.messages import Buffer
+from vllm_tiered_offload.tiers.p2p.messages import Buffer, Proof
 
 
 class Phase(Enum):
@@ -46,12 +46,10 @@ class Row:
     wanted: Wanted
     state: RowState = RowState.OWED
     dropped: bool = False  # it has failed, and ends as soon as nothing gets into it any more
-    # What follows is of a row that is, or was, read out of the peer's memory.
-    is_read: bool = False
-    checksum: RunningChecksum | None = None  # of what has landed
-    header: Buffer | None = None  # its proof
-    confirmed: bool = False  # the peer's promise held until it was read
-    num_bytes: int = 0  # that were right, once they are
+    is_read: bool = False  # out of the peer's memory
+    checksum: PayloadChecksum | None = None  # of what has landed
+    proof: Buffer | Proof | None = None  # what is to be there: a frame header where it was sent
+    confirmed: bool = False  # where it was read: the peer's promise held until then
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from math import inf
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.contract.seams import Clock, monotonic
-from vllm_tiered_offload.tiers.block_frame import RunningChecksum
+from vllm_tiered_offload.tiers.block_frame import PayloadChecksum
 from vllm_tiered_offload.tiers.p2p.instructions import (
     Address,
     Attach,
@@ -139,7 +139,7 @@ class Pulling:
     # ---- what happens ------------------------------------------------------------------------------------------
 
     def heard(
-        self, address: Address, answer: Answer, behind: Sequence[Buffer] = (), checksum: RunningChecksum | None = None
+        self, address: Address, answer: Answer, behind: Sequence[Buffer] = (), checksum: PayloadChecksum | None = None
     ) -> list[Instruction]:
         """The peer said something. Behind Data there are its header and its payload, unless that is in its row: then
         it has the checksum of what is there."""
@@ -210,7 +210,7 @@ class Pulling:
 
     # ---- answers -----------------------------------------------------------------------------------------------
 
-    def _take_in(self, peer: Peer, answer: Answer, behind: Sequence[Buffer], checksum: RunningChecksum | None) -> None:
+    def _take_in(self, peer: Peer, answer: Answer, behind: Sequence[Buffer], checksum: PayloadChecksum | None) -> None:
         match answer:
             case Welcome():
                 self._on_welcome(peer, answer)
@@ -340,7 +340,7 @@ class Pulling:
 
     @property
     def bytes_from(self) -> Counter[Address]:
-        """Right bytes of each peer, frames included."""
+        """Bytes of rows of each peer that were right."""
         return self._transfers.bytes_from
 
     @property

@@ -14,13 +14,13 @@ from functools import partial
 import zmq
 
 from vllm_tiered_offload.contract.seams import Clock, monotonic
-from vllm_tiered_offload.tiers.block_frame import RunningChecksum, encode_header, encode_header_of
+from vllm_tiered_offload.tiers.block_frame import PayloadChecksum, checksum_of, encode_header_of
 from vllm_tiered_offload.tiers.p2p.bounded_log import BoundedLog
 from vllm_tiered_offload.tiers.p2p.curve_listener import CurveListener
 from vllm_tiered_offload.tiers.p2p.io_thread import IoThread
 from vllm_tiered_offload.tiers.p2p.leases import PeerId, PromisedRow, Promises
 from vllm_tiered_offload.tiers.p2p.listener import Arrived, Listener, RowToSend
-from vllm_tiered_offload.tiers.p2p.messages import MAX_PARTS, Confirmed, Proofs, Reason, Welcome, encode
+from vllm_tiered_offload.tiers.p2p.messages import MAX_PARTS, Confirmed, Proof, Proofs, Reason, Welcome, encode
 from vllm_tiered_offload.tiers.p2p.nixl_agent import PAUSE_SECONDS, Agent, NixlError, why_not_nixl
 from vllm_tiered_offload.tiers.p2p.serving import ConfirmParts, Owner, SendRows
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
@@ -232,26 +232,30 @@ class PeerServer(IoThread):
         return RowToSend(
             row.part,
             serving.rows[row.row],
-            partial(self._prove, row),
+            partial(self._header, row),
             promises.holder(*round_id),
             partial(promises.done, *round_id, [row.part]),
         )
 
     def _proofs(self, request: int, round_: int, rows: Sequence[PromisedRow]) -> bytes:
         parts = tuple(row.part for row in rows)
-        return encode(Proofs(request, round_, parts, tuple(self._prove(row) for row in rows)))
+        proofs = []
+        for row in rows:
+            checksum = self._checksum_of(row)
+            proofs.append(Proof(row.key, checksum.algorithm.value, checksum.digest))
+        return encode(Proofs(request, round_, parts, tuple(proofs)))
 
-    def _prove(self, row: PromisedRow, read: RunningChecksum | None = None) -> bytes:
-        """The header of a row, which was `read` already, or is now."""
+    def _header(self, row: PromisedRow, read: PayloadChecksum) -> bytes:
         assert self._serving is not None
-        payload, fingerprint = self._serving.rows[row.row], self._serving.owner.own.fingerprint
-        if read is not None:
-            header = encode_header_of(row.key, read, fingerprint)
-        else:
-            header = encode_header(row.key, payload, fingerprint)
+        return encode_header_of(row.key, self._checksum_of(row, read), self._serving.owner.own.fingerprint)
+
+    def _checksum_of(self, row: PromisedRow, read: PayloadChecksum | None = None) -> PayloadChecksum:
+        """Of a row that a peer gets, and that was `read` where it is sent."""
+        assert self._serving is not None
+        checksum = read or checksum_of(self._serving.rows[row.row])
         self._counters["p2p_served_rows_total"] += 1
-        self._counters["p2p_served_bytes_total"] += len(header) + len(payload)
-        return header
+        self._counters["p2p_served_bytes_total"] += checksum.size
+        return checksum
 
     def _count_dropped(self) -> None:
         self._counters["p2p_dropped_peers_total"] += 1

@@ -67,7 +67,7 @@ class _Row:
         if self.sent == self.read.done < len(row):
             self.read.add(row[self.sent : self.sent + PIECE_BYTES])
         if self.header is None and self.read.done == len(row):
-            self.header = memoryview(self.to_send.prove(self.read))
+            self.header = memoryview(self.to_send.prove(self.read.finish()))
         rest = row[self.sent : self.read.done]
         return [view for view in (rest, self.header) if view]
 

@@ -247,7 +247,7 @@ class TcpTransport:
         if came.checksum is None:
             return None
         one = Data(data.request, data.round, (came.part,))
-        return Heard(connection.address, one, [came.header], came.checksum)
+        return Heard(connection.address, one, [came.header], came.checksum.finish())
 
     def close(self) -> None:
         for address in list(self._connections):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from vllm_tiered_offload.contract.seams import Clock
-from vllm_tiered_offload.tiers.block_frame import RunningChecksum
+from vllm_tiered_offload.tiers.block_frame import PayloadChecksum
 from vllm_tiered_offload.tiers.p2p.instructions import (
     Address,
     Instruction,
@@ -84,7 +84,7 @@ class Transfers:
         # Jobs with open rows; each open row is in the `owed` or the `queue` of exactly one peer.
         self._jobs: dict[int, Job] = {}
         # For telling.
-        self.bytes_from: Counter[Address] = Counter()  # right ones, frames included
+        self.bytes_from: Counter[Address] = Counter()  # of rows that were right
         self.failed_rows: Counter[str] = Counter()  # rows that did not come, by kind
 
     def promised(self, round_id: RoundId, address: Address) -> None:
@@ -147,7 +147,7 @@ class Transfers:
         return row.wanted
 
     def on_data(
-        self, peer: Peer, data: Data, header: Buffer, payload: Buffer | None, checksum: RunningChecksum | None
+        self, peer: Peer, data: Data, header: Buffer, payload: Buffer | None, checksum: PayloadChecksum | None
     ) -> None:
         """The part is there: in `payload`, or in its row, where `landing` had one for it, and then with a checksum."""
         [part] = data.parts  # transports tell of one at a time
@@ -156,11 +156,11 @@ class Transfers:
             return
         if payload is not None:
             good = self._verifier.accept(row.wanted, header, payload)
-            self._end_verified(peer, row, len(header) + len(payload), good=good)
+            self._end_verified(peer, row, len(payload), good=good)
         elif row.dropped:
             self._end_row(peer, row)
         else:
-            row.header, row.checksum = header, checksum
+            row.proof, row.checksum = header, checksum
             self._verify(peer, [row])
 
     def on_landed(self, peer: Peer, landed: Sequence[LandedRow]) -> None:
@@ -183,16 +183,16 @@ class Transfers:
 
     def on_proofs(self, peer: Peer, proofs: Proofs) -> None:
         """What is to be in rows that are being read, or were."""
-        if len(proofs.parts) != len(proofs.headers):
+        if len(proofs.parts) != len(proofs.proofs):
             raise MessageError("proofs of other parts than it says")
         proved: list[Row] = []
-        for part, header in zip(proofs.parts, proofs.headers, strict=True):
+        for part, proof in zip(proofs.parts, proofs.proofs, strict=True):
             row = peer.owed.get((proofs.request, proofs.round, part))
             if row is None:
                 continue
-            if not row.is_read or row.header is not None:
+            if not row.is_read or row.proof is not None:
                 raise MessageError("a proof of what is not read, or the second one")
-            row.header = header
+            row.proof = proof
             proved.append(row)
         self._verify(peer, proved)
 
@@ -205,20 +205,19 @@ class Transfers:
             if not row.is_read or row.state is RowState.LANDING or row.confirmed:
                 raise MessageError("a confirmation of what it was not asked for")
             row.confirmed = True
-            if row.state is RowState.RIGHT:
-                self._end_verified(peer, row, row.num_bytes, good=True)
+            if row.state is RowState.RIGHT and row.checksum is not None:
+                self._end_verified(peer, row, row.checksum.size, good=True)
 
     def _verify(self, peer: Peer, rows: Sequence[Row]) -> None:
-        """Those that have landed and have a header. A wrong one may be the end of its peer, and of the others."""
+        """Those that have landed and have a proof. A wrong one may be the end of its peer, and of the others."""
         for row in rows:
-            if row.header is None or row.checksum is None or peer.owed.get(row.wanted.part_id) is not row:
+            if row.proof is None or row.checksum is None or peer.owed.get(row.wanted.part_id) is not row:
                 continue
-            good = self._verifier.is_right(row.wanted, row.header, row.checksum)
-            num_bytes = len(row.header) + row.checksum.size
+            good = self._verifier.is_right(row.wanted, row.proof, row.checksum)
             if good and row.is_read and not row.confirmed:
-                row.state, row.num_bytes = RowState.RIGHT, num_bytes
+                row.state = RowState.RIGHT
             else:
-                self._end_verified(peer, row, num_bytes, good=good)
+                self._end_verified(peer, row, row.checksum.size, good=good)
 
     def _end_verified(self, peer: Peer, row: Row, num_bytes: int, *, good: bool) -> None:
         if good:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from vllm_tiered_offload.tiers.block_frame import RunningChecksum
+from vllm_tiered_offload.tiers.block_frame import PayloadChecksum
 from vllm_tiered_offload.tiers.p2p.instructions import Address, PartId
 from vllm_tiered_offload.tiers.p2p.messages import Answer, Buffer
 
@@ -20,7 +20,7 @@ class Heard:
     address: Address
     answer: Answer
     behind: Sequence[Buffer] = ()
-    checksum: RunningChecksum | None = None
+    checksum: PayloadChecksum | None = None
 
 
 @dataclass(frozen=True, slots=True)

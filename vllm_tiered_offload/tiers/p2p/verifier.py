@@ -3,14 +3,22 @@
 from collections.abc import Sequence
 
 from vllm_tiered_offload.contract.keys import OffloadKey
-from vllm_tiered_offload.tiers.block_frame import FrameError, RunningChecksum, decode_header, expect, verify
+from vllm_tiered_offload.tiers.block_frame import (
+    FrameError,
+    FrameHeader,
+    PayloadChecksum,
+    decode_header,
+    expect,
+    proved_header,
+    verify,
+)
 from vllm_tiered_offload.tiers.p2p.bounded_log import BoundedLog
 from vllm_tiered_offload.tiers.p2p.instructions import Wanted
-from vllm_tiered_offload.tiers.p2p.messages import Buffer
+from vllm_tiered_offload.tiers.p2p.messages import Buffer, Proof
 
 
 class RowVerifier:
-    """Knows our rows, and the fingerprint that every frame header has to have."""
+    """Knows our rows, and the fingerprint that every frame header has to have: peers have shown theirs before."""
 
     def __init__(self, fingerprint: bytes, rows: Sequence[memoryview], log: BoundedLog) -> None:
         self._fingerprint = fingerprint
@@ -19,28 +27,32 @@ class RowVerifier:
 
     def accept(self, wanted: Wanted, header: Buffer, payload: Buffer) -> bool:
         """Verified first, then copied: no byte that is not right ever gets into the row."""
-        row = self._rows[wanted.row]
-        right = self._is_right(wanted.key, header, payload, len(row))
+        right = self._is_right(wanted, header, payload, None)
         if right:
-            row[:] = payload
+            self._rows[wanted.row][:] = payload
         return right
 
-    def is_right(self, wanted: Wanted, header: Buffer, checksum: RunningChecksum) -> bool:
-        """Of a row that was read for its checksum as it came: there is next to nothing left to do."""
-        row = self._rows[wanted.row]
-        return self._is_right(wanted.key, header, row, len(row), checksum)
+    def is_right(self, wanted: Wanted, proof: Buffer | Proof, checksum: PayloadChecksum) -> bool:
+        """Of a row that was read already: there is next to nothing left to do."""
+        return self._is_right(wanted, proof, self._rows[wanted.row], checksum)
 
     def _is_right(
-        self, key: OffloadKey, header: Buffer, payload: Buffer, size: int, checksum: RunningChecksum | None = None
+        self, wanted: Wanted, proof: Buffer | Proof, payload: Buffer, checksum: PayloadChecksum | None
     ) -> bool:
+        size = len(self._rows[wanted.row])
         try:
-            frame = decode_header(header)
-            expect(frame, key, self._fingerprint, size)
-            verify(frame, payload, checksum)
+            header = self._header(proof, size)
+            expect(header, wanted.key, self._fingerprint, size)
+            verify(header, payload, checksum)
         except FrameError as error:
             self._log.warning("corrupt", f"what a peer sent is not the chunk that was asked for: {error}")
             return False
         return True
+
+    def _header(self, proof: Buffer | Proof, size: int) -> FrameHeader:
+        if isinstance(proof, Proof):
+            return proved_header(OffloadKey(proof.key), size, self._fingerprint, proof.algorithm, proof.checksum)
+        return decode_header(proof)
 
     def close(self) -> None:
         """No row is touched any more."""
