@@ -213,7 +213,7 @@ class Newest(LruPolicy):
 
     def evict(self, count, is_pinned):
         victims = []
-        for key in reversed(list(self._order._group_of)):
+        for key in reversed(list(self._order._access_of)):
             if len(victims) < count and not is_pinned(key):
                 victims.append(key)
         self.remove(victims)

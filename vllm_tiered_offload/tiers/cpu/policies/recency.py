@@ -13,6 +13,9 @@ to a group that is still listed. Two things do not fit that scheme, and go throu
 - An access that is still open may lose all its keys, to eviction or to newer accesses. Its empty group is unlisted
   when the search passes it; a key that it adds later has a rank older than the groups that are listed.
 
+Keys point to accesses by number, not to groups: a dict of bytes to ints is nothing that Python's garbage collector
+follows, and one of a million keys to objects holds up whoever is under way for 15 ms, each time.
+
 The heap deletes lazily: an entry whose key has moved on is popped when its rank comes up, which is soon, because
 whatever is in the heap is older than nearly everything that is listed. A heap that is stale for the most part all the
 same (keys that keep failing while nothing is evicted) is swept; that costs as much as the entries it drops.
@@ -52,8 +55,8 @@ class RecencyOrder:
     """Keys by rank. Each key is in exactly one of: its group's `keys`, `_aside`, `_returned`."""
 
     def __init__(self) -> None:
-        # Every key held -> the group of the access that used it last.
-        self._group_of: dict[OffloadKey, _Group] = {}
+        # Every key held -> the access that used it last.
+        self._access_of: dict[OffloadKey, int] = {}
         # Listed groups by access, ascending. An empty one is open. A group with keys is listed.
         self._groups: OrderedDict[int, _Group] = OrderedDict()
         # Open accesses, listed or not.
@@ -66,22 +69,22 @@ class RecencyOrder:
         self._heap: list[tuple[int, int, OffloadKey]] = []
 
     def __contains__(self, key: object) -> bool:
-        return key in self._group_of
+        return key in self._access_of
 
     def __len__(self) -> int:
-        return len(self._group_of)
+        return len(self._access_of)
 
     def access_of(self, key: OffloadKey) -> int | None:
         """The access that used `key` last; None when it is not held."""
-        group = self._group_of.get(key)
-        return None if group is None else group.access
+        return self._access_of.get(key)
 
     def rank_of(self, key: OffloadKey) -> Rank:
         """The rank of a held key (for checks and tests)."""
-        group = self._group_of[key]
-        position = group.keys.get(key)
+        access = self._access_of[key]
+        group = self._groups.get(access)
+        position = None if group is None else group.keys.get(key)
         if position is not None:
-            return group.access, -position
+            return access, -position
         return self._aside.get(key) or self._returned[key]
 
     def open(self, access: int) -> None:
@@ -97,13 +100,13 @@ class RecencyOrder:
 
     def place(self, key: OffloadKey, access: int) -> None:
         """Put a key at the end of an open access, taking it from where it is if it is held."""
-        old = self._group_of.get(key)
+        old = self._access_of.get(key)
         if old is not None:
             self._unlink(key, old)
         group = self._open[access]
         position = group.next_position
         group.next_position = position + 1
-        self._group_of[key] = group
+        self._access_of[key] = access
         if group.is_listed:
             group.keys[key] = position
         else:
@@ -111,51 +114,52 @@ class RecencyOrder:
 
     def insert(self, keys: Sequence[OffloadKey], access: int) -> None:
         """Place those that are not held. A held key of this access behind a new one moves behind it."""
-        group_of = self._group_of
+        access_of = self._access_of
         placed = False
         mine = self._open[access]
-        if len(keys) >= _MANY and mine.is_listed and group_of.keys().isdisjoint(keys):  # a long prompt: all at once
-            new = dict.fromkeys(keys, mine)
+        if len(keys) >= _MANY and mine.is_listed and access_of.keys().isdisjoint(keys):  # a long prompt: all at once
+            new = dict.fromkeys(keys, access)
             if len(new) == len(keys):
-                group_of.update(new)
+                access_of.update(new)
                 mine.keys.update(zip(keys, count(mine.next_position)))
                 mine.next_position += len(keys)
                 return
         for key in keys:
-            group = group_of.get(key)
-            if group is None and mine.is_listed:  # by far the most frequent case: place(), spelt out
-                group_of[key] = mine
+            last = access_of.get(key)
+            if last is None and mine.is_listed:  # by far the most frequent case: place(), spelt out
+                access_of[key] = access
                 mine.keys[key] = mine.next_position
                 mine.next_position += 1
                 placed = True
-            elif group is None or (placed and group.access == access):
+            elif last is None or (placed and last == access):
                 self.place(key, access)
                 placed = True
 
     def touch(self, keys: Sequence[OffloadKey], access: int) -> None:
         """Raise held keys to `access` where that is newer. What is behind a raised key stays behind it."""
-        group_of = self._group_of
+        access_of = self._access_of
         moved = False
         for key in keys:
-            group = group_of.get(key)
-            if group is None:
+            last = access_of.get(key)
+            if last is None:
                 continue
-            if group.access < access or (moved and group.access == access):
+            if last < access or (moved and last == access):
                 self.place(key, access)
                 moved = True
 
     def remove(self, key: OffloadKey) -> None:
         """Forget a held key."""
-        self._unlink(key, self._group_of.pop(key))
+        self._unlink(key, self._access_of.pop(key))
 
-    def _unlink(self, key: OffloadKey, group: _Group) -> None:
-        """Take a key from where it is but leave its entry in `_group_of`, which `place` overwrites: taking it out and
+    def _unlink(self, key: OffloadKey, access: int) -> None:
+        """Take a key from where it is but leave its entry in `_access_of`, which `place` overwrites: taking it out and
         putting it back would make the dict copy itself, all keys in one call, now and then."""
-        if group.keys.pop(key, None) is None:
+        group = self._groups.get(access)
+        if group is None or group.keys.pop(key, None) is None:
             if self._aside.pop(key, None) is None:
                 del self._returned[key]
         elif not group.keys and not group.is_open:
-            del self._groups[group.access]
+            del self._groups[access]
 
     def unpinned(self, keys: Iterable[OffloadKey]) -> None:
         """Consider these keys again if they had been set aside."""
@@ -187,20 +191,20 @@ class RecencyOrder:
         if is_pinned(key):
             self._aside[key] = (access, negative)
         else:
-            del self._group_of[key]
+            del self._access_of[key]
             victims.append(key)
 
     def _take_tail(
         self, front: _Group, victims: list[OffloadKey], count: int, is_pinned: Callable[[OffloadKey], bool]
     ) -> None:
         """Take victims from the tail of `front`; one step only while the heap has something to say."""
-        keys, group_of = front.keys, self._group_of
+        keys, access_of = front.keys, self._access_of
         while keys and len(victims) < count:
             key, position = keys.popitem()
             if is_pinned(key):
                 self._aside[key] = (front.access, -position)
             else:
-                del group_of[key]
+                del access_of[key]
                 victims.append(key)
             if self._heap:
                 break
@@ -247,12 +251,12 @@ class RecencyOrder:
         assert listed.isdisjoint(self._aside)
         assert listed.isdisjoint(self._returned)
         assert self._aside.keys().isdisjoint(self._returned)
-        assert listed | self._aside.keys() | self._returned.keys() == self._group_of.keys()
+        assert listed | self._aside.keys() | self._returned.keys() == self._access_of.keys()
         assert list(self._groups) == sorted(self._groups)
         for access, group in self._groups.items():
             assert group.is_listed
             assert group.keys or group.is_open
             assert group.access == access
             assert list(group.keys.values()) == sorted(group.keys.values())
-            assert all(self._group_of[key] is group for key in group.keys)
+            assert all(self._access_of[key] == access for key in group.keys)
         assert {(*rank, key) for key, rank in self._returned.items()} <= set(self._heap)
