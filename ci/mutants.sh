@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Proves that the tests would notice: each patch in tests/mutants/ breaks one invariant of DESIGN in a scratch copy of
-# this tree, and the fast test that it names must fail there, and little else. About 20 minutes on two cores.
+# this tree, and the fast test that it names must fail there, and little else. About 35 minutes on two cores.
 #
 #     bash ci/mutants.sh [--named-only] [--jobs N] [NAME ...]   --named-only runs the named tests alone, in two minutes;
 #                                                               NAMEs are mutants: tests/mutants/NAME.patch

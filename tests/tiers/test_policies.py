@@ -6,7 +6,6 @@ import random
 import pytest
 from policy_contract import EvictionPolicyContract, keys_of, nobody
 
-from vllm_tiered_offload.tiers.cpu.policies import recency
 from vllm_tiered_offload.tiers.cpu.policies.arc import ArcPolicy
 from vllm_tiered_offload.tiers.cpu.policies.lru import LruPolicy
 from vllm_tiered_offload.tiers.cpu.policies.recency import RecencyOrder
@@ -128,30 +127,6 @@ def test_recency_order_is_the_sorted_order_of_ranks(seed):
 
 
 class TestRecencyOrder:
-    @pytest.mark.parametrize("count", [1, 31, 32, 33, 200])
-    @pytest.mark.parametrize("repeated", [0, 3])
-    @pytest.mark.parametrize("held", [(), (0,), (5, 6, 29)])
-    def test_many_keys_at_once_are_as_many_one_by_one(self, monkeypatch, count, repeated, held):
-        """Also where some come twice, or are held already by an older access."""
-        keys = keys_of("new", count)
-        orders = []
-        for many in (recency._MANY, 10**9):
-            monkeypatch.setattr(recency, "_MANY", many)
-            order = RecencyOrder()
-            order.open(1)
-            order.insert([keys[index] for index in held if index < count], 1)
-            order.open(2)
-            order.insert(keys_of("before", 2), 2)
-            order.insert([*keys, *keys[:repeated]], 2)
-            order.insert(keys_of("after", 2), 2)
-            order.check()
-            orders.append(order)
-        at_once, one_by_one = orders
-        assert len(at_once) == len(one_by_one)
-        keys += keys_of("after", 2)
-        assert [at_once.rank_of(key) for key in keys] == [one_by_one.rank_of(key) for key in keys]
-        assert at_once.pop_victims(count, nobody) == one_by_one.pop_victims(count, nobody)
-
     def test_a_garbage_collection_does_not_look_at_the_keys(self):
         """With a million of them it would hold up the scheduler's thread for 15 ms, in whatever call it falls.
 

@@ -195,20 +195,13 @@ class Promises:
         """Whether a peer reads what it cannot read alone."""
         return bool(self._helped)
 
-    def next_to_prove(self, at_once: int, ahead: int) -> ToProve | None:
-        """Some rows that a peer reads, at most `at_once`; promises take turns.
-
-        None of a promise of which `ahead` rows are proved and not confirmed: the peer is not there yet.
-        """
+    def next_to_prove(self, at_once: int) -> ToProve | None:
+        """Some rows that a peer reads, at most `at_once`; promises take turns."""
         self.expire()
-        for identity in self._unproved:
-            promise = self._open[identity]
-            room = ahead - (len(promise.reading) - len(promise.unproved))
-            if room > 0:
-                break
-        else:
+        identity = next(iter(self._unproved), None)
+        if identity is None:
             return None
-        rows = self._take_unproved(identity, list(islice(promise.unproved, min(at_once, room))))
+        rows = self._take_unproved(identity, list(islice(self._open[identity].unproved, at_once)))
         if identity in self._unproved:
             del self._unproved[identity]
             self._unproved[identity] = None

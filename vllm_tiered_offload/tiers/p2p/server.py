@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 EAGER_SECONDS = 0.1  # after which peers that read are helped less often
 LAZY_SECONDS = 0.001
 PROVE_BYTES = 8 << 20  # of one turn, or one row: between them others have theirs
-AHEAD_BYTES = 24 << 20  # of one promise, or two rows, proved and not confirmed: they are still in the cache when read
 
 
 @dataclass(slots=True)
@@ -200,9 +199,8 @@ class PeerServer(IoThread):
         if not serving.owner.promises.num_reading:
             self._is_proving = False
             return
-        row_bytes = len(serving.rows[0])
-        at_once, ahead = max(1, PROVE_BYTES // row_bytes), max(2, AHEAD_BYTES // row_bytes)
-        to_prove = serving.owner.promises.next_to_prove(min(at_once, MAX_PARTS), ahead)
+        at_once = max(1, PROVE_BYTES // len(serving.rows[0]))
+        to_prove = serving.owner.promises.next_to_prove(min(at_once, MAX_PARTS))
         self._is_proving = to_prove is not None
         if to_prove is not None:
             peer, request, round_, rows = to_prove

@@ -24,7 +24,6 @@ same (keys that keep failing while nothing is evicted) is swept; that costs as m
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
 
 from vllm_tiered_offload.contract.keys import OffloadKey
 
@@ -32,9 +31,6 @@ Rank = tuple[int, int]  # (access, -position)
 
 # Stale heap entries that are tolerated beside as many as there are live ones.
 _STALE_ALLOWANCE = 1024
-
-# Keys that come together, from which on a look at all of them first is worth it.
-_MANY = 32
 
 
 class _Group:
@@ -114,16 +110,8 @@ class RecencyOrder:
 
     def insert(self, keys: Sequence[OffloadKey], access: int) -> None:
         """Place those that are not held. A held key of this access behind a new one moves behind it."""
-        access_of = self._access_of
+        access_of, mine = self._access_of, self._open[access]
         placed = False
-        mine = self._open[access]
-        if len(keys) >= _MANY and mine.is_listed and access_of.keys().isdisjoint(keys):  # a long prompt: all at once
-            new = dict.fromkeys(keys, access)
-            if len(new) == len(keys):
-                access_of.update(new)
-                mine.keys.update(zip(keys, count(mine.next_position)))
-                mine.next_position += len(keys)
-                return
         for key in keys:
             last = access_of.get(key)
             if last is None and mine.is_listed:  # by far the most frequent case: place(), spelt out
