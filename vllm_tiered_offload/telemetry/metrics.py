@@ -42,7 +42,7 @@ _TABLE = (
     Metric("promoted_chunks_total", "counter", "Chunks that a tier was asked to bring back.", ("tier",)),
     Metric("cascades_skipped_total", "counter", "Chunks not handed on to a tier that was too far behind.", ("tier",)),
     Metric("tier_faults_total", "counter", "What a tier did that its guard had to catch, by kind.", ("tier", "kind")),
-    Metric("tier_bytes_total", "counter", "Bytes a tier moved, frames included.", ("tier", "direction")),
+    Metric("tier_bytes_total", "counter", "Bytes a tier moved, on disk with their frames.", ("tier", "direction")),
     Metric("tier_seconds_total", "counter", "Seconds that a tier's threads spent moving them.", ("tier", "direction")),
     Metric(
         "tier_failures_total", "counter", "Chunks that a tier could not move, by kind.", ("tier", "direction", "kind")
