@@ -1,6 +1,7 @@
 """CPU tiers that are broken on purpose, one mistake each."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from vllm_tiered_offload import (
     Lease,
@@ -31,6 +32,12 @@ class LeasesPinNothing(CpuTier):
         lease = super().lease(keys)
         super().release(lease)
         return lease
+
+
+class VersionsNeverChange(CpuTier):
+    def lease(self, keys: Sequence[OffloadKey]) -> Lease:
+        lease = super().lease(keys)
+        return replace(lease, versions=(0,) * len(lease.block_ids))
 
 
 class LooksUpWithATouch(CpuTier):
@@ -113,6 +120,7 @@ class ResetFreesRows(CpuTier):
 BROKEN_PRIMARIES: dict[type[PrimaryTier], str] = {
     UsesPinnedRows: "test_two_loads_of_one_row",
     LeasesPinNothing: "test_lease_from_another_thread",
+    VersionsNeverChange: "test_a_version_tells_what_a_row_held_from_what_it_holds",
     LooksUpWithATouch: "test_lookup_has_no_effect_on_the_order",
     KeepsFailedKeys: "test_failed_key_of_a_load_is_a_miss",
     LoadsAroundGaps: "test_load_ends_before_the_first_gap",

@@ -139,11 +139,16 @@ class OffloadingManager(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Readable rows pinned for a peer: `keys[i]` is in row `block_ids[i]` until `PrimaryTier.release`."""
+    """Readable rows pinned for a peer: `keys[i]` is in row `block_ids[i]` until `PrimaryTier.release`.
+
+    `versions[i]` tells what the row holds from all that it held before: as long as the number of a row is the same, so
+    is every byte of it, and what was worked out from them still holds.
+    """
 
     lease_id: int
     keys: tuple[OffloadKey, ...]
     block_ids: tuple[int, ...]
+    versions: tuple[int, ...]
 
 
 class RowLeases(Protocol):

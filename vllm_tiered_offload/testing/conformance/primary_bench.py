@@ -2,8 +2,10 @@
 
 Every handle that the tier gives out is entered, and every row it hands to a store is checked against the book: a row
 that a load, a store or a lease still uses is never handed out again, whatever was evicted, abandoned or reset (D4).
+What leases say of a row's version is checked against the stores into it.
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
@@ -31,6 +33,8 @@ class PrimaryBench:
         self.num_rows = num_rows
         self.requests: dict[str, ReqContext] = {}  # announced, not finished
         self._book: dict[int, Handle] = {}  # handles in use, by identity
+        self._written: Counter[int] = Counter()  # stores into each row
+        self._seen: dict[tuple[int, int], int] = {}  # by row and its version: the stores into it by then
         tier.bind_region(RegionGeometry(num_rows, (4096,), 1))
 
     # ---- requests ----------------------------------------------------------------------------------------------
@@ -100,10 +104,14 @@ class PrimaryBench:
         lease = self.tier.lease(keys)
         self._check_rows(lease.keys, lease.block_ids)
         assert lease.keys == tuple(keys[: len(lease.keys)]), "not a leading part of what was asked for"
+        for row, version in zip(lease.block_ids, lease.versions, strict=True):
+            stores = self._seen.setdefault((row, version), self._written[row])
+            assert stores == self._written[row], f"row {row} was written again, and its version is still {version}"
         return self._enter(lease)
 
     def complete_store(self, prepared: PreparedStore, failed: Collection[OffloadKey] = ()) -> None:
         self._book.pop(id(prepared), None)
+        self._written.update(prepared.block_ids)
         self.tier.complete_store(prepared, failed)
 
     def complete_load(self, prepared: PreparedLoad, failed: Collection[OffloadKey] = ()) -> None:

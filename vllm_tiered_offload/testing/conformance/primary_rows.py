@@ -200,6 +200,31 @@ class LeaseTests(PrimaryTierFixtures):
         assert len(bench.prepare_store(keys_of("newcomer", 8), req).keys) == 5
         bench.release(lease)
 
+    def test_a_version_tells_what_a_row_held_from_what_it_holds(self, bench: PrimaryBench, req: ReqContext) -> None:
+        """The same until the row is written again, be it for the same key, after an eviction, a failure or a reset."""
+
+        def versions_of(keys: list[OffloadKey]) -> dict[int, int]:
+            lease = bench.lease(keys)
+            bench.release(lease)
+            return dict(zip(lease.block_ids, lease.versions, strict=True))
+
+        keys = bench.fill("first", 8)
+        first = versions_of(keys)
+        assert versions_of(keys[:3]) == {row: first[row] for row in list(first)[:3]}
+        bench.complete_load(bench.prepare_load(keys, req))
+        assert versions_of(keys) == first
+        for write in (
+            lambda: bench.complete_load(bench.prepare_load(keys, req), failed=keys),
+            lambda: bench.fill("others", 8),
+            bench.tier.reset_cache,
+        ):
+            before = versions_of(keys)
+            write()
+            bench.fill("first", 8)
+            after = versions_of(keys)
+            assert after.keys() == before.keys() == set(range(8))
+            assert all(after[row] != before[row] for row in after)
+
     def test_peers_and_stores_at_once(self, bench: PrimaryBench, req: ReqContext) -> None:
         """While peers hold a lease, none of its rows is given to a store."""
         held: dict[int, Lease] = {}

@@ -1,19 +1,21 @@
 """The tier's thread-safe part: rows that peers hold (DESIGN §2).
 
-Any thread may lease and release. Shared between threads are exactly the three things below, and the lock covers:
+Any thread may lease and release. Shared between threads are exactly the four things below, and the lock covers:
 
-    readable  the scheduler thread alone changes it. It adds keys without the lock (a lease sees one or not, both are
-              right) but takes keys away under the lock, so that a lease cannot pin a row that is being given up.
-    _held     changed under the lock only; the scheduler thread reads it under the lock where it decides on a row.
-    _ended    leases that were released; the scheduler thread collects them, because rows and policy are its own.
+    readable   the scheduler thread alone changes it. It adds keys without the lock (a lease sees one or not, both are
+               right) but takes keys away under the lock, so that a lease cannot pin a row that is being given up.
+    _versions  changed along with that: a row is written only after its key was taken away.
+    _held      changed under the lock only; the scheduler thread reads it under the lock where it decides on a row.
+    _ended     leases that were released; the scheduler thread collects them, because rows and policy are its own.
 
 So a load, a lookup and a touch never take the lock, and a store takes it only when it evicts. Nobody calls out, waits
 or does I/O while holding it.
 """
 
 import threading
+from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import cast
 
@@ -22,12 +24,15 @@ from vllm_tiered_offload.contract.managers import Lease
 
 
 class LeaseTable:
-    """Leases on the rows of `readable` keys."""
+    """Leases on the rows of `readable` keys, which are below `num_rows`."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int) -> None:
         self.lock = threading.Lock()
         # Key -> row, for keys that may be read now. See the module text for who changes it.
         self.readable: dict[OffloadKey, int] = {}
+        # By row: how often keys had been taken away when one was taken from it last.
+        self._versions = array("Q", bytes(8 * num_rows))
+        self._times_taken = 0
         self._ids = count(1)
         # Leases not released yet.
         self._open: dict[int, Lease] = {}
@@ -41,7 +46,8 @@ class LeaseTable:
         with self.lock:
             found = [*map(self.readable.get, keys), None]
             rows = cast(list[int], found[: found.index(None)])
-            lease = Lease(next(self._ids), tuple(keys[: len(rows)]), tuple(rows))
+            versions = map(self._versions.__getitem__, rows)
+            lease = Lease(next(self._ids), tuple(keys[: len(rows)]), tuple(rows), tuple(versions))
             if rows:
                 self._held.update(rows)
                 self._open[lease.lease_id] = lease
@@ -60,6 +66,20 @@ class LeaseTable:
                 else:
                     del held[row]
         self._ended.append(lease)
+
+    def take_away(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """These keys, all readable, are no longer; their rows. Under the lock."""
+        rows = list(map(self.readable.pop, keys))
+        self._times_taken += 1
+        for row in rows:
+            self._versions[row] = self._times_taken
+        return rows
+
+    def take_all_away(self) -> None:
+        """No key is readable any more. Under the lock."""
+        self.readable.clear()
+        self._times_taken += 1
+        self._versions = array("Q", [self._times_taken]) * len(self._versions)
 
     def is_held(self, row: int) -> bool:
         """Whether a lease is on `row`. Without the lock the answer may be old, except for a row that no key has."""

@@ -65,7 +65,6 @@ class CpuTier(PrimaryTier):
         self.settings = settings
         self._strict = strict
         self._policy_class = load_eviction_policy(settings.eviction_policy)
-        self._leases = LeaseTable()
         self._bind_rows(0)
         # Keys whose store is in flight, of this generation -> row. Disjoint from readable keys; the policy holds
         # exactly both. Every such row is pinned by its store.
@@ -119,6 +118,7 @@ class CpuTier(PrimaryTier):
         self._bind_rows(geometry.num_rows)
 
     def _bind_rows(self, num_rows: int) -> None:
+        self._leases = LeaseTable(num_rows)
         self._rows = RowAllocator(num_rows, self._leases.is_held)
         self._policy: EvictionPolicy = self._policy_class(num_rows)
 
@@ -325,7 +325,7 @@ class CpuTier(PrimaryTier):
 
         with self._leases.lock:
             victims = self._policy.evict(lacking, is_pinned)
-            rows = [readable.pop(key) for key in victims]
+            rows = self._leases.take_away(victims)
         self._found = None
         for row in rows:
             self._rows.give(row)
@@ -335,9 +335,8 @@ class CpuTier(PrimaryTier):
 
     def _drop(self, keys: Collection[OffloadKey]) -> None:
         """Readable keys are no longer readable; the policy is the caller's business."""
-        readable = self._leases.readable
         with self._leases.lock:
-            rows = [readable.pop(key) for key in keys]
+            rows = self._leases.take_away(keys)
         self._found = None
         for row in rows:
             self._rows.give(row)
@@ -362,10 +361,9 @@ class CpuTier(PrimaryTier):
 
     def reset_cache(self) -> None:
         self._collect_leases()
-        readable = self._leases.readable
-        self._residency.record(readable, stored=False)
+        self._residency.record(self._leases.readable, stored=False)
         with self._leases.lock:
-            readable.clear()
+            self._leases.take_all_away()
         self._found = None
         self._writing.clear()
         self._abandoned.clear()
