@@ -42,13 +42,13 @@ def main() -> None:
     tier.submit_store(JobMetadata(1, tuple(keys), tuple(range(chunks)), False, memory.req))
     server = tier._server
     assert server.is_open.wait(PATIENCE)
-    checksum_of = server._checksum_of
+    count_served = server._count_served
 
-    def slowly(*row):
-        time.sleep(seconds)
-        return checksum_of(*row)
+    def slowly(num_rows, row_bytes):
+        time.sleep(seconds * num_rows)
+        count_served(num_rows, row_bytes)
 
-    server._checksum_of = slowly  # type: ignore[method-assign]
+    server._count_served = slowly  # type: ignore[method-assign]
     if "restless" in sys.argv:
         help_for_ever(server)
     print(tier.port, flush=True)

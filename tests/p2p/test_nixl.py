@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from p2p_kit import Engine, attach_at_once, keys_of, needs_nixl, wait_until
+from p2p_kit import Engine, attach_at_once, content, keys_of, needs_nixl, wait_until
 from test_p2p_processes import BYTES, CHUNKS, KEYS, ROW_BYTES, OwnerProcess, check_bytes, check_nothing_lands
 
 from vllm_tiered_offload import JobResult, LookupResult, ReqContext
-from vllm_tiered_offload.tiers.block_frame import PayloadChecksum, checksum_of
 from vllm_tiered_offload.tiers.p2p import nixl_agent, nixl_reader
 from vllm_tiered_offload.tiers.p2p.leases import PromisedRow
+from vllm_tiered_offload.tiers.p2p.messages import Proof
 from vllm_tiered_offload.tiers.p2p.nixl_agent import Agent, ucx_settings, why_not_nixl
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
 
@@ -180,20 +180,51 @@ def test_a_row_that_changed_under_the_read_is_not_let_in(
 ) -> None:
     """D6: what was read is not what the owner has proved. Made to fail by taking proofs for granted."""
     owner, puller = two_engines(pullers)
-    server = owner.tier._server
-    right = server._checksum_of
+    serving = owner.tier._server._serving
+    assert serving is not None
+    right = serving.proofs.of
 
-    def another(row: PromisedRow) -> PayloadChecksum:
+    def another(row: PromisedRow, payload: memoryview) -> Proof:
         """Of what the row was, or will be."""
         if row.key != SOME[3]:
-            return right(row)
-        payload = bytearray(owner.memory.rows[row.row])
-        payload[0] ^= 1
-        return checksum_of(payload)
+            return right(row, payload)
+        changed = bytearray(payload)
+        changed[0] ^= 1
+        return right(row, changed)
 
-    monkeypatch.setattr(server, "_checksum_of", another)
+    monkeypatch.setattr(serving.proofs, "of", another)
     assert puller.load(SOME) == tuple(key for key in SOME if key != SOME[3])
     assert puller.look([SOME[3]]) == [MISS]
+
+
+def test_a_row_is_proved_again_when_it_was_written_again(pullers: list[Engine]) -> None:
+    """D6: the same chunk in the same row, computed anew, may differ in its last bits. A second puller of the same bytes
+    gets the proofs that are there. Made to fail by keeping proofs by row alone, and by keeping none."""
+    owner, puller = two_engines(pullers)
+    assert puller.load(SOME) == tuple(SOME)
+    serving = owner.tier._server._serving
+    assert serving is not None
+
+    def proved() -> list[bool]:
+        lease = owner.memory.primary.lease(SOME)
+        owner.memory.primary.release(lease)
+        rows = zip(lease.keys, lease.block_ids, lease.versions, strict=True)
+        return [serving.proofs.has(PromisedRow(part, *row)) for part, row in enumerate(rows)]
+
+    assert proved() == [True] * len(SOME)
+    primary, req = owner.memory.primary, owner.memory.req
+    primary.complete_load(primary.prepare_load(SOME, req), SOME)
+    owner.put(SOME, salt="anew")
+    assert proved() == [False] * len(SOME)
+    second = Engine([owner.port], transport="nixl")
+    pullers.insert(0, second)
+    second.begin()
+    assert second.look(SOME) == [HIT] * len(SOME)
+    result = second.result(second.submit(SOME))
+    assert result.success
+    for row, key in enumerate(SOME):
+        assert bytes(second.memory.rows[row]) == content(key, second.memory.geometry.row_bytes, "anew")
+    assert second.stat("p2p_rows_read_total") == len(SOME)
 
 
 def test_a_lease_that_ended_under_the_read_lets_nothing_in(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 import pytest
+from msgspec.structs import replace as replace_fields
 from p2p_kit import PATIENCE, Memory, attach_at_once, needs_nixl
 
 from vllm_tiered_offload import (
@@ -25,10 +26,11 @@ from vllm_tiered_offload import (
     SecondaryTierManager,
 )
 from vllm_tiered_offload.testing.conformance import Faults, SecondaryTierConformance
-from vllm_tiered_offload.tiers.block_frame import PayloadChecksum
+from vllm_tiered_offload.tiers.block_frame import CHECKSUM_BYTES, PayloadChecksum
 from vllm_tiered_offload.tiers.p2p.directory import PeerDirectory
 from vllm_tiered_offload.tiers.p2p.instructions import Address
-from vllm_tiered_offload.tiers.p2p.messages import Reason, Refuse
+from vllm_tiered_offload.tiers.p2p.leases import PromisedRow
+from vllm_tiered_offload.tiers.p2p.messages import Proof, Reason, Refuse
 from vllm_tiered_offload.tiers.p2p.settings import PeerAddress
 from vllm_tiered_offload.tiers.p2p.tier import P2pTier
 
@@ -49,8 +51,10 @@ class OwnerEngine:
         self.server = server
         self.damaged: set[OffloadKey] = set()
         self.broken = False
-        self._checksum_of, self._receive = server._checksum_of, server._serving.owner.receive
-        server._checksum_of = self._checksum_of_other_bytes  # type: ignore[method-assign]
+        self._header, self._proof = server._header, server._serving.proofs.of
+        server._header = self._header_of_other_bytes  # type: ignore[method-assign]
+        server._serving.proofs.of = self._proof_of_other_bytes  # type: ignore[method-assign]
+        self._receive = server._serving.owner.receive
         server._serving.owner.receive = self._receive_or_refuse  # type: ignore[method-assign]
 
     def put(self, key: OffloadKey, data: memoryview) -> None:
@@ -66,16 +70,15 @@ class OwnerEngine:
         primary, req = self.memory.primary, self.memory.req
         primary.complete_load(primary.prepare_load([key], req), [key])
 
-    def _checksum_of_other_bytes(self, row: Any, *read: Any) -> PayloadChecksum:
+    def _header_of_other_bytes(self, serving: Any, row: PromisedRow, read: PayloadChecksum) -> bytes:
         """As if the bytes had been damaged on their way."""
-        payload = self.memory.rows[row.row]
-        if row.key not in self.damaged:
-            return self._checksum_of(row, *read)
-        payload[-1] ^= 1
-        try:
-            return self._checksum_of(row)
-        finally:
-            payload[-1] ^= 1
+        if row.key in self.damaged:
+            read = read._replace(digest=bytes(CHECKSUM_BYTES))
+        return self._header(serving, row, read)
+
+    def _proof_of_other_bytes(self, row: PromisedRow, payload: memoryview) -> Proof:
+        proof = self._proof(row, payload)
+        return replace_fields(proof, checksum=bytes(CHECKSUM_BYTES)) if row.key in self.damaged else proof
 
     def _receive_or_refuse(self, peer: bytes, user: str, message: Any) -> Any:
         reply = self._receive(peer, user, message)

@@ -58,6 +58,11 @@ class World:
         return answer.reason if isinstance(answer, Refuse) else answer
 
 
+def never(row: PromisedRow) -> bool:
+    """Every proof takes work."""
+    return False
+
+
 @pytest.fixture
 def world() -> Iterator[World]:
     world = World()
@@ -245,7 +250,7 @@ def test_what_a_peer_reads_is_proved_once_before_it_is_confirmed(world: World) -
         assert promises.begin_reading(PEER, Reading(1, round_, epoch, parts)) is None
 
     def proved() -> tuple[int, list[int]] | None:
-        some = promises.next_to_prove(2)
+        some = promises.next_to_prove(2, never)
         promises.check()
         return None if some is None else (some.round, [row.part for row in some.rows])
 
@@ -259,6 +264,48 @@ def test_what_a_peer_reads_is_proved_once_before_it_is_confirmed(world: World) -
     assert proved() == (2, [2])
     assert proved() is None
     assert promises.begin_reading(PEER, Reading(1, 1, epoch, (3,))) == Refuse(1, 1, Reason.RANGE)
+
+
+def test_what_is_proved_already_is_told_at_once(world: World) -> None:
+    """All of it that fits into a message. Made to fail by counting it as work."""
+    promises, epoch = world.promises, world.promises.epoch
+    world.ask(6)
+    assert promises.begin_reading(PEER, Reading(1, 1, epoch, (0, 1, 2, 3, 4, 5))) is None
+    some = promises.next_to_prove(1, lambda row: row.part not in (2, 4))
+    assert some is not None
+    assert [row.part for row in some.rows] == [0, 1, 2, 3]
+    some = promises.next_to_prove(1, never)
+    assert some is not None
+    assert [row.part for row in some.rows] == [4]
+
+
+def test_what_a_reader_was_promised_is_expected() -> None:
+    """Of a peer that has read before, each row once, and none that it has begun to read, or that it fetches.
+
+    Made to fail by expecting it of everybody, and by keeping what was handed out.
+    """
+    world = World(rows=40, promises=8, rows_a_peer=40)
+    promises, epoch = world.promises, world.promises.epoch
+
+    def expected() -> list[int]:
+        rows = promises.next_expected(2, never)
+        promises.check()
+        return [row.part for row in rows]
+
+    world.ask(6, round_=1)
+    assert expected() == []
+    assert promises.begin_reading(PEER, Reading(1, 1, epoch, (0,))) is None
+    world.ask(6, round_=2)
+    world.ask(1, round_=3)
+    world.ask(1, round_=4, peer=OTHER)
+    assert promises.begin_reading(PEER, Reading(1, 2, epoch, (1,))) is None
+    assert isinstance(world.fetch(3, round_=2), list)
+    assert [expected() for _ in range(4)] == [[0, 2], [4, 5], [0], []]
+    world.ask(2, round_=5)
+    promises.drop_peer(PEER)
+    assert expected() == []
+    world.ask(2, round_=6)
+    assert expected() == []
 
 
 def test_case_57_a_read_that_took_too_long_is_not_confirmed(world: World) -> None:
@@ -338,8 +385,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(rows=st.integers(1, 3))
     def prove(self, rows: int) -> None:
-        some = self.world.promises.next_to_prove(rows)
+        some = self.world.promises.next_to_prove(rows, never)
         assert some is None or all(self.world.primary._leases.is_held(row.row) for row in some.rows)
+
+    @rule(rows=st.integers(1, 3))
+    def expect(self, rows: int) -> None:
+        some = self.world.promises.next_expected(rows, never)
+        assert all(self.world.primary._leases.is_held(row.row) for row in some)
 
     @rule(peer=peers, request=requests, round_=rounds)
     def release(self, peer: bytes, request: int, round_: int) -> None:

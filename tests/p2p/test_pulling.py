@@ -62,12 +62,12 @@ def keys(count: int) -> list[OffloadKey]:
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, read_window: int = WINDOW) -> None:
         self.clock = ManualClock()
         self.rows: dict[int, bytes] = {}
         self.wrong: set[int] = set()  # rows that will turn out to be, when they have landed
         self.verified: list[int] = []  # that have landed
-        self.pulling = Pulling([A, B, ELSEWHERE], HELLO, self, TIMES, clock=self.clock)
+        self.pulling = Pulling([A, B, ELSEWHERE], HELLO, self, TIMES, clock=self.clock, read_window=read_window)
 
     def accept(self, wanted: Wanted, header: object, payload: object) -> bool:
         if payload != b"good":
@@ -296,9 +296,10 @@ def ready_to_read(world: World, count: int = 3) -> dict[OffloadKey, Source]:
     return answered.found
 
 
-def test_rows_that_were_read_count_when_confirmed_and_checked(world: World) -> None:
+def test_rows_that_were_read_count_when_confirmed_and_checked() -> None:
     """Two questions to the owner a batch: it hears of the read when it begins, and confirms when it is over. Its proofs
     come when they come. Made to fail by counting rows that are right and not confirmed."""
+    world = World(read_window=4)
     reading, read = world.pull(ready_to_read(world))
     assert reading == Say(A, Reading(1, 1, EPOCH, (0, 1, 2)))
     assert isinstance(read, Read)
@@ -316,6 +317,53 @@ def test_rows_that_were_read_count_when_confirmed_and_checked(world: World) -> N
     assert world.verified == [100, 102, 101]
     assert world.pulling.bytes_from[A] == SIZE, "it is not confirmed"
     assert world.hear(A, Refuse(1, 1, Reason.GONE)) == [JobEnded(1, (keys(1)[0],), (keys(3)[2],))]
+
+
+def test_rows_that_were_read_are_confirmed_by_the_half_window() -> None:
+    """And the last ones when nothing is being read any more. Half a window is asked for then, and half is being read.
+
+    Made to fail by a confirmation for each read, and by none before the last.
+    """
+    world = World(read_window=4)
+    world.pull(ready_to_read(world, 7))
+
+    def land(part: int) -> list[Instruction]:
+        return world.landed(A, (1, 1, part))
+
+    def confirmed(*parts: int) -> list[Instruction]:
+        assert world.hear(A, Proofs(1, 1, parts, (PROOF,) * len(parts))) == []
+        return world.hear(A, Confirmed(1, 1, parts))
+
+    assert land(2) == []
+    assert land(0) == [Say(A, Confirm(1, 1, EPOCH, (0, 2)))]
+    reading, read = confirmed(0, 2)
+    assert reading == Say(A, Reading(1, 1, EPOCH, (4, 5)))
+    assert isinstance(read, Read)
+    assert land(1) == []
+    assert land(3) == [Say(A, Confirm(1, 1, EPOCH, (1, 3)))]
+    reading, _ = confirmed(1, 3)
+    assert reading == Say(A, Reading(1, 1, EPOCH, (6,)))
+    assert land(6) == []
+    assert land(5) == [Say(A, Confirm(1, 1, EPOCH, (5, 6)))]
+    assert land(4) == [Say(A, Confirm(1, 1, EPOCH, (4,)))]
+    assert confirmed(5, 6) == []
+    [ended] = confirmed(4)
+    assert isinstance(ended, JobEnded)
+    assert len(ended.good) == 7
+
+
+def test_what_has_landed_is_confirmed_when_the_rest_is_dropped() -> None:
+    """Rows of a round that was refused land, and end, last. Made to fail by asking before these have ended."""
+    world = World(read_window=8)
+    world.pull(ready_to_read(world, 2))
+    world.pulling.ask(1, 2, keys(2), [A])
+    [answered] = world.hear(A, Found(1, 2, EPOCH, (0, 1), 10.0, (12, 13)))
+    assert isinstance(answered, Answered)
+    world.pull(answered.found, job_id=2)
+    assert world.landed(A, (1, 2, 0)) == []
+    world.hear(A, Refuse(1, 1, Reason.GONE))
+    assert world.landed(A, (1, 2, 1), (1, 1, 0)) == []
+    assert world.landed(A, (1, 1, 1)) == [JobEnded(1, (), ()), Say(A, Confirm(1, 2, EPOCH, (0, 1)))]
 
 
 def test_a_peer_that_fails_by_what_it_sent_takes_the_rest_along(world: World) -> None:

@@ -219,14 +219,14 @@ def test_a_damaged_row_is_not_let_in(new_engine: NewEngine, monkeypatch: pytest.
     owner.put(KEYS)
     puller = new_engine([owner.port])
     server = owner.tier._server
-    checksum_of = server._checksum_of
+    header = server._header
 
-    def damaging(row: PromisedRow, read: PayloadChecksum) -> PayloadChecksum:
+    def damaging(serving: Any, row: PromisedRow, read: PayloadChecksum) -> bytes:
         if row.key == KEYS[3]:
             owner.memory.rows[row.row][0] ^= 1
-        return checksum_of(row, read)
+        return header(serving, row, read)
 
-    monkeypatch.setattr(server, "_checksum_of", damaging)
+    monkeypatch.setattr(server, "_header", damaging)
     puller.begin()
     assert puller.load(KEYS) == tuple(key for key in KEYS if key != KEYS[3])
     assert puller.look([KEYS[3]]) == [MISS]
@@ -267,13 +267,13 @@ def test_a_reset_in_the_middle_of_a_transfer(new_engine: NewEngine, monkeypatch:
     owner.put(KEYS)
     puller = new_engine([owner.port])
     server = owner.tier._server
-    checksum_of = server._checksum_of
+    header = server._header
 
-    def slowly(row: PromisedRow, read: PayloadChecksum) -> PayloadChecksum:
+    def slowly(serving: Any, row: PromisedRow, read: PayloadChecksum) -> bytes:
         time.sleep(0.05)
-        return checksum_of(row, read)
+        return header(serving, row, read)
 
-    monkeypatch.setattr(server, "_checksum_of", slowly)
+    monkeypatch.setattr(server, "_header", slowly)
     puller.begin()
     assert puller.look(KEYS) == [HIT] * 8
     job = puller.submit(KEYS)

@@ -141,8 +141,8 @@ class OffloadingManager(ABC):
 class Lease:
     """Readable rows pinned for a peer: `keys[i]` is in row `block_ids[i]` until `PrimaryTier.release`.
 
-    `versions[i]` tells what the row holds from all that it held before: as long as the number of a row is the same, so
-    is every byte of it, and what was worked out from them still holds.
+    `versions[i]`, from 0 to 2**63 - 1, tells what the row holds from all that it held before: as long as a row's number
+    is the same, so is every byte of it, and what was worked out from them still holds.
     """
 
     lease_id: int

@@ -101,7 +101,7 @@ class RunningChecksum:
     """The checksum of a payload of `size` bytes that is read piece by piece, each while it is in the cache."""
 
     def __init__(self, size: int) -> None:
-        self.algorithm = _preferred(size)
+        self.algorithm = preferred_checksum(size)
         self.size = size
         self.done = 0  # bytes
         self._update, self._finish = _RUNNING[self.algorithm]()
@@ -120,7 +120,7 @@ class RunningChecksum:
 def checksum_of(payload: Buffer, algorithm: Checksum | None = None) -> PayloadChecksum:
     """The checksum of a payload that is read as a whole."""
     size = memoryview(payload).nbytes
-    algorithm = algorithm or _preferred(size)
+    algorithm = algorithm or preferred_checksum(size)
     return PayloadChecksum(algorithm, size, _CHECKSUMS[algorithm](payload))
 
 
@@ -213,7 +213,8 @@ def _available(number: int) -> Checksum:
     return algorithm
 
 
-def _preferred(size: int) -> Checksum:
+def preferred_checksum(size: int) -> Checksum:
+    """What a payload of `size` bytes is proved with by this process."""
     if Checksum.GMAC in _CHECKSUMS and size <= _GMAC_LIMIT:
         return Checksum.GMAC
     return Checksum.BLAKE3

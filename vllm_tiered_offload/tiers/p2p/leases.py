@@ -5,9 +5,10 @@
 - A promise belongs to one (peer, request, round). Rounds of one request are independent: each has its own rows, its own
   deadline and its own end, and the primary tier counts how many leases are on a row.
 - A part is handed out once, to be sent by us (`fetch`) or read by the peer (`begin_reading`), and its row stays until
-  it was sent or confirmed. What is read is proved meanwhile (`next_to_prove`), at the latest when it is confirmed. What
-  is fetched late (gone), again (replayed), from an earlier epoch (stale) or beyond what was promised (range) is refused
-  whole, and nothing about the promise changes.
+  it was sent or confirmed. What is read is proved meanwhile (`next_to_prove`), at the latest when it is confirmed; what
+  a peer that reads will want to have proved is known as soon as it was promised (`next_expected`). What is fetched late
+  (gone), again (replayed), from an earlier epoch (stale) or beyond what was promised (range) is refused whole, and
+  nothing about the promise changes.
 - Nothing is pinned beyond its deadline: whoever owns this calls `expire` at `next_deadline`, and every
   call of a peer does so first. All promises are made for the same time: they end in the order in which they were made.
 - What is promised is bounded: rows for all peers together, rows and promises for each, so that none takes all.
@@ -18,9 +19,8 @@ No I/O; one thread owns it. The leases themselves may be taken and released on a
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 from vllm_tiered_offload.contract.keys import OffloadKey
@@ -28,6 +28,7 @@ from vllm_tiered_offload.contract.managers import Lease, RowLeases
 from vllm_tiered_offload.contract.seams import Clock, monotonic
 from vllm_tiered_offload.tiers.p2p.messages import (
     EPOCH_BYTES,
+    MAX_PARTS,
     Confirm,
     Fetch,
     Found,
@@ -44,11 +45,16 @@ PeerId = bytes
 
 
 class PromisedRow(NamedTuple):
-    """One part of a promise: send row `row`, which holds the chunk `key`."""
+    """One part of a promise: send row `row`, which holds the chunk `key`. `version`: see `Lease`."""
 
     part: int
     key: OffloadKey
     row: int
+    version: int
+
+
+HasProof = Callable[[PromisedRow], bool]
+"""Whether it takes no work to prove a row."""
 
 
 class ToProve(NamedTuple):
@@ -75,6 +81,7 @@ class _Promise:
     reading: set[int] = field(default_factory=set)  # of `handed_out`: the peer reads them, and has not said that it did
     done: set[int] = field(default_factory=set)  # of `handed_out`: sent or confirmed; not all of `parts`
     unproved: dict[int, None] = field(default_factory=dict)  # of `reading`, in the order of the peer's messages
+    expected: dict[int, None] = field(default_factory=dict)  # not handed out, and will be read by a peer that reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +126,9 @@ class Promises:
         self._helped: set[_PromiseId] = set()
         # Open promises with parts to prove, in the order in which that became so.
         self._unproved: dict[_PromiseId, None] = {}
+        # Peers that have read something, and are there; and their open promises, oldest first, with expected parts.
+        self._readers: set[PeerId] = set()
+        self._expected: dict[_PromiseId, None] = {}
         self.num_expired = 0  # promises that reached their deadline, since the start
 
     def __len__(self) -> int:
@@ -143,7 +153,10 @@ class Promises:
         leases, parts = self._pin(lookup.keys, room)
         if parts:
             identity = _PromiseId(peer, lookup.request, lookup.round)
-            self._open[identity] = _Promise(leases, parts, self._clock() + limits.seconds)
+            promise = self._open[identity] = _Promise(leases, parts, self._clock() + limits.seconds)
+            if peer in self._readers:
+                promise.expected = dict.fromkeys(parts)
+                self._expected[identity] = None
             self._promises_of[peer] += 1
             self._rows_of[peer] += len(parts)
             self.num_rows += len(parts)
@@ -166,8 +179,8 @@ class Promises:
             lease = self._leases.lease([key for _, key in wanted])
             if lease.keys:
                 leases.append(lease)
-            for (part, key), row in zip(wanted, lease.block_ids, strict=False):
-                parts[part] = PromisedRow(part, key, row)
+            for (part, key), row, version in zip(wanted, lease.block_ids, lease.versions, strict=False):
+                parts[part] = PromisedRow(part, key, row, version)
             wanted = wanted[len(lease.keys) + 1 :]
         return leases, parts
 
@@ -182,6 +195,7 @@ class Promises:
             return rows
         identity = _PromiseId(peer, reading.request, reading.round)
         promise = self._open[identity]
+        self._readers.add(peer)
         promise.reading.update(reading.parts)
         promise.unproved.update(dict.fromkeys(reading.parts))
         if not reading.alone:
@@ -195,17 +209,38 @@ class Promises:
         """Whether a peer reads what it cannot read alone."""
         return bool(self._helped)
 
-    def next_to_prove(self, at_once: int) -> ToProve | None:
-        """Some rows that a peer reads, at most `at_once`; promises take turns."""
+    def next_to_prove(self, at_once: int, has_proof: HasProof) -> ToProve | None:
+        """Some rows that a peer reads, at most `at_once` of those that take work; promises take turns."""
         self.expire()
         identity = next(iter(self._unproved), None)
         if identity is None:
             return None
-        rows = self._take_unproved(identity, list(islice(self._open[identity].unproved, at_once)))
+        promise = self._open[identity]
+        some = _leading((promise.parts[part] for part in promise.unproved), at_once, has_proof)
+        rows = self._take_unproved(identity, [row.part for row in some])
         if identity in self._unproved:
             del self._unproved[identity]
             self._unproved[identity] = None
         return ToProve(*identity, rows)
+
+    def next_expected(self, at_once: int, has_proof: HasProof) -> list[PromisedRow]:
+        """Some rows that a peer will read, if it goes on as it has, at most `at_once` of those that take work; each
+        once."""
+        self.expire()
+        identity = next(iter(self._expected), None)
+        if identity is None:
+            return []
+        promise = self._open[identity]
+        some = _leading((promise.parts[part] for part in promise.expected), at_once, has_proof)
+        self._take_expected(identity, [row.part for row in some])
+        return some
+
+    def _take_expected(self, identity: _PromiseId, parts: Iterable[int]) -> None:
+        expected = self._open[identity].expected
+        for part in parts:
+            expected.pop(part, None)
+        if not expected:
+            self._expected.pop(identity, None)
 
     def _take_unproved(self, identity: _PromiseId, parts: Collection[int]) -> list[PromisedRow]:
         """Those of the parts that were not proved yet; they count as proved from now on."""
@@ -235,13 +270,15 @@ class Promises:
 
     def _hand_out(self, peer: PeerId, wanted: Fetch | Reading) -> list[PromisedRow] | Refuse:
         self.expire()
-        promise = self._open.get(_PromiseId(peer, wanted.request, wanted.round))
+        identity = _PromiseId(peer, wanted.request, wanted.round)
+        promise = self._open.get(identity)
         reason = self._objection(promise, wanted)
         if promise is not None and reason is None and not promise.handed_out.isdisjoint(wanted.parts):
             reason = Reason.REPLAYED
         if promise is None or reason is not None:
             return Refuse(wanted.request, wanted.round, reason or Reason.GONE)
         promise.handed_out.update(wanted.parts)
+        self._take_expected(identity, wanted.parts)
         return [promise.parts[part] for part in wanted.parts]
 
     def _objection(self, promise: _Promise | None, wanted: Fetch | Reading | Confirm) -> Reason | None:
@@ -277,6 +314,7 @@ class Promises:
 
     def drop_peer(self, peer: PeerId) -> None:
         """The peer is gone."""
+        self._readers.discard(peer)
         for identity in [identity for identity in self._open if identity.peer == peer]:
             self._end(identity)
 
@@ -301,6 +339,7 @@ class Promises:
         if promise is None:
             return
         self._unproved.pop(identity, None)
+        self._expected.pop(identity, None)
         self._helped.discard(identity)
         self.num_rows -= len(promise.parts)
         self.num_reading -= len(promise.reading)
@@ -326,5 +365,19 @@ class Promises:
             assert promise.handed_out >= promise.done | promise.reading
             assert promise.done.isdisjoint(promise.reading)
             assert promise.unproved.keys() <= promise.reading
+            assert promise.expected.keys() <= promise.parts.keys() - promise.handed_out
         assert self._helped <= {identity for identity, promise in self._open.items() if promise.reading}
         assert self._unproved.keys() == {identity for identity, promise in self._open.items() if promise.unproved}
+        assert self._expected.keys() == {identity for identity, promise in self._open.items() if promise.expected}
+        assert {identity.peer for identity in self._expected} <= self._readers
+
+
+def _leading(rows: Iterable[PromisedRow], at_once: int, has_proof: HasProof) -> list[PromisedRow]:
+    """At most `at_once` of those that take work, and MAX_PARTS of all; at least one, if there is one."""
+    some: list[PromisedRow] = []
+    for row in rows:
+        at_once -= not has_proof(row)
+        if some and (at_once < 0 or len(some) == MAX_PARTS):
+            break
+        some.append(row)
+    return some

@@ -49,7 +49,8 @@ class Row:
     is_read: bool = False  # out of the peer's memory
     checksum: PayloadChecksum | None = None  # of what has landed
     proof: Buffer | Proof | None = None  # what is to be there: a frame header where it was sent
-    confirmed: bool = False  # where it was read: the peer's promise held until then
+    asked: bool = False  # where it was read: the peer was asked whether its promise held until then
+    confirmed: bool = False  # and it did
 
 
 @dataclass(slots=True)

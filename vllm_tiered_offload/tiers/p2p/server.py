@@ -14,14 +14,15 @@ from functools import partial
 import zmq
 
 from vllm_tiered_offload.contract.seams import Clock, monotonic
-from vllm_tiered_offload.tiers.block_frame import PayloadChecksum, checksum_of, encode_header_of
+from vllm_tiered_offload.tiers.block_frame import PayloadChecksum, encode_header_of
 from vllm_tiered_offload.tiers.p2p.bounded_log import BoundedLog
 from vllm_tiered_offload.tiers.p2p.curve_listener import CurveListener
 from vllm_tiered_offload.tiers.p2p.io_thread import IoThread
 from vllm_tiered_offload.tiers.p2p.leases import PeerId, PromisedRow, Promises
 from vllm_tiered_offload.tiers.p2p.listener import Arrived, Listener, RowToSend
-from vllm_tiered_offload.tiers.p2p.messages import MAX_PARTS, Confirmed, Proof, Proofs, Reason, Welcome, encode
+from vllm_tiered_offload.tiers.p2p.messages import Confirmed, Proofs, Reason, Welcome, encode
 from vllm_tiered_offload.tiers.p2p.nixl_agent import PAUSE_SECONDS, Agent, NixlError, why_not_nixl
+from vllm_tiered_offload.tiers.p2p.proofs import RowProofs
 from vllm_tiered_offload.tiers.p2p.serving import ConfirmParts, Owner, SendRows
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
 from vllm_tiered_offload.tiers.p2p.tcp_listener import TcpListener
@@ -39,6 +40,7 @@ class _Serving:
 
     owner: Owner
     rows: Sequence[memoryview]
+    proofs: RowProofs
 
 
 class PeerServer(IoThread):
@@ -64,7 +66,7 @@ class PeerServer(IoThread):
 
     def serve(self, owner: Owner, rows: Sequence[memoryview]) -> None:
         """From now on peers are answered. Once, from any thread."""
-        self._serving = _Serving(owner, rows)
+        self._serving = _Serving(owner, rows, RowProofs(len(rows), len(rows[0])))
         self.wake()
 
     def forget(self) -> None:
@@ -184,7 +186,7 @@ class PeerServer(IoThread):
                 to_send = [self._row_to_send(serving, peer, reply, row) for row in reply.rows]
                 sent = listener.send_rows(peer, reply.request, reply.round, to_send)
             case ConfirmParts(request, round_, rows, parts):
-                sent = not rows or listener.say(peer, self._proofs(request, round_, rows))
+                sent = not rows or listener.say(peer, self._proofs(serving, request, round_, rows))
                 sent = sent and listener.say(peer, encode(Confirmed(request, round_, parts)))
                 owner.promises.done(peer, request, round_, parts)
             case _:
@@ -195,17 +197,20 @@ class PeerServer(IoThread):
             self._drop_stuck(listener, owner, peer)
 
     def _prove_some(self, listener: Listener, serving: _Serving) -> None:
-        """What peers are reading, a bit each turn: it is in the cache when they come to it, and they need not wait."""
-        if not serving.owner.promises.num_reading:
-            self._is_proving = False
-            return
+        """What peers are reading, a bit each turn, so that they need not wait for it; and before that, when there is
+        nothing else to do, what they will read."""
+        promises, proofs = serving.owner.promises, serving.proofs
         at_once = max(1, PROVE_BYTES // len(serving.rows[0]))
-        to_prove = serving.owner.promises.next_to_prove(min(at_once, MAX_PARTS))
-        self._is_proving = to_prove is not None
+        to_prove = promises.next_to_prove(at_once, proofs.has)
         if to_prove is not None:
             peer, request, round_, rows = to_prove
-            if not listener.say(peer, self._proofs(request, round_, rows)):
+            if not listener.say(peer, self._proofs(serving, request, round_, rows)):
                 self._drop_stuck(listener, serving.owner, peer)
+        else:
+            rows = promises.next_expected(at_once, proofs.has)
+            for row in rows:
+                proofs.of(row, serving.rows[row.row])
+        self._is_proving = bool(rows)
 
     def _help(self, promises: Promises) -> None:
         """Peers that read: those that read alone now and then, for what they begin with and in case they are wrong."""
@@ -230,30 +235,26 @@ class PeerServer(IoThread):
         return RowToSend(
             row.part,
             serving.rows[row.row],
-            partial(self._header, row),
+            partial(self._header, serving, row),
             promises.holder(*round_id),
             partial(promises.done, *round_id, [row.part]),
         )
 
-    def _proofs(self, request: int, round_: int, rows: Sequence[PromisedRow]) -> bytes:
+    def _proofs(self, serving: _Serving, request: int, round_: int, rows: Sequence[PromisedRow]) -> bytes:
+        self._count_served(len(rows), len(serving.rows[0]))
         parts = tuple(row.part for row in rows)
-        proofs = []
-        for row in rows:
-            checksum = self._checksum_of(row)
-            proofs.append(Proof(row.key, checksum.algorithm.value, checksum.digest))
-        return encode(Proofs(request, round_, parts, tuple(proofs)))
+        return encode(
+            Proofs(request, round_, parts, tuple(serving.proofs.of(row, serving.rows[row.row]) for row in rows))
+        )
 
-    def _header(self, row: PromisedRow, read: PayloadChecksum) -> bytes:
-        assert self._serving is not None
-        return encode_header_of(row.key, self._checksum_of(row, read), self._serving.owner.own.fingerprint)
+    def _header(self, serving: _Serving, row: PromisedRow, read: PayloadChecksum) -> bytes:
+        """Of a row that is sent, and was `read` meanwhile."""
+        self._count_served(1, read.size)
+        return encode_header_of(row.key, read, serving.owner.own.fingerprint)
 
-    def _checksum_of(self, row: PromisedRow, read: PayloadChecksum | None = None) -> PayloadChecksum:
-        """Of a row that a peer gets, and that was `read` where it is sent."""
-        assert self._serving is not None
-        checksum = read or checksum_of(self._serving.rows[row.row])
-        self._counters["p2p_served_rows_total"] += 1
-        self._counters["p2p_served_bytes_total"] += checksum.size
-        return checksum
+    def _count_served(self, num_rows: int, row_bytes: int) -> None:
+        self._counters["p2p_served_rows_total"] += num_rows
+        self._counters["p2p_served_bytes_total"] += num_rows * row_bytes
 
     def _count_dropped(self) -> None:
         self._counters["p2p_dropped_peers_total"] += 1

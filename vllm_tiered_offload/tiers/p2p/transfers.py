@@ -165,7 +165,7 @@ class Transfers:
 
     def on_landed(self, peer: Peer, landed: Sequence[LandedRow]) -> None:
         """These parts were read."""
-        kept: list[Row] = []
+        kept = []
         for part_id, checksum in landed:
             row = peer.owed.get(part_id)
             if row is None or row.state is not RowState.LANDING:
@@ -175,11 +175,23 @@ class Transfers:
                 self._end_row(peer, row)
             else:
                 kept.append(row)
-        for _, sources in groupby((row.wanted.source for row in kept), lambda source: (source.request, source.round)):
-            first, *others = sources
-            parts = (first.part, *(source.part for source in others))
-            self._out(Say(peer.address, Confirm(first.request, first.round, first.epoch, parts)))
+        self._ask_to_confirm(peer)
         self._verify(peer, kept)
+
+    def _ask_to_confirm(self, peer: Peer) -> None:
+        """What was read, if that is half of the window or nothing is being read any more: few messages, and still there
+        is always something to read."""
+        read = [
+            row for row in peer.owed.values() if row.is_read and not row.asked and row.state is not RowState.LANDING
+        ]
+        if len(read) < self._window(peer) // 2 and any(row.state is RowState.LANDING for row in peer.owed.values()):
+            return
+        for (request, round_), rows in groupby(read, lambda row: row.wanted.part_id[:2]):
+            parts = []
+            for row in rows:
+                row.asked = True
+                parts.append(row.wanted.source.part)
+            self._out(Say(peer.address, Confirm(request, round_, row.wanted.source.epoch, tuple(parts))))
 
     def on_proofs(self, peer: Peer, proofs: Proofs) -> None:
         """What is to be in rows that are being read, or were."""
@@ -202,7 +214,7 @@ class Transfers:
             row = peer.owed.get((confirmed.request, confirmed.round, part))
             if row is None:
                 continue
-            if not row.is_read or row.state is RowState.LANDING or row.confirmed:
+            if not row.asked or row.confirmed:
                 raise MessageError("a confirmation of what it was not asked for")
             row.confirmed = True
             if row.state is RowState.RIGHT and row.checksum is not None:
