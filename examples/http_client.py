@@ -22,6 +22,7 @@ class Answer:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    leads: list[float] = field(default_factory=list)  # log-probability before the next best token; with logprobs=2
     prompt_tokens: int = 0
     ttft_ms: float = 0.0
 
@@ -116,8 +117,15 @@ def add_chunk(answer: Answer, chunk: dict[str, Any]) -> None:
         answer.token_ids += choice.get("token_ids") or []
         if choice["logprobs"]:
             answer.logprobs += choice["logprobs"]["token_logprobs"]
+            answer.leads += leads(choice["logprobs"]["top_logprobs"])
     if chunk.get("usage"):
         answer.prompt_tokens = chunk["usage"]["prompt_tokens"]
+
+
+def leads(top_logprobs: list[dict[str, float]]) -> list[float]:
+    """How far ahead each greedy token was, where the answer tells of another one."""
+    best = [sorted(top.values(), reverse=True) for top in top_logprobs]
+    return [first - second for first, second, *_ in (one for one in best if len(one) > 1)]
 
 
 @dataclass(frozen=True)

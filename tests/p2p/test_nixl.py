@@ -13,6 +13,7 @@ from test_p2p_processes import BYTES, CHUNKS, KEYS, ROW_BYTES, OwnerProcess, che
 
 from vllm_tiered_offload import JobResult, LookupResult, ReqContext
 from vllm_tiered_offload.tiers.p2p import nixl_agent, nixl_reader
+from vllm_tiered_offload.tiers.p2p.instructions import Address, Source, Wanted
 from vllm_tiered_offload.tiers.p2p.leases import PromisedRow
 from vllm_tiered_offload.tiers.p2p.messages import Proof
 from vllm_tiered_offload.tiers.p2p.nixl_agent import Agent, ucx_settings, why_not_nixl
@@ -154,6 +155,37 @@ def test_two_threads_read_where_a_read_is_a_copy(
     check_bytes(puller, puller.result(job))
     assert time.monotonic() - killed < 2.0, "a dead peer was waited for"
     wait_until(lambda: not any(lane._thread.is_alive() for lane in lanes), "the end of both")
+
+
+def test_rows_side_by_side_at_both_ends_are_one_piece() -> None:
+    """Fewer pieces are fewer system calls. Made to fail by looking at one end alone."""
+
+    def wanted(*pairs: tuple[int, int]) -> list[Wanted]:
+        address = Address("a", 1)
+        return [Wanted(SOME[0], ours, Source(address, 1, 1, 0, b"", 1.0, theirs)) for ours, theirs in pairs]
+
+    runs = list(nixl_reader._runs(wanted((4, 7), (5, 8), (6, 9), (7, 11), (8, 12), (3, 13), (4, 12), (6, 13))))
+    assert runs == [(4, 7, 3), (7, 11, 2), (3, 13, 1), (4, 12, 1), (6, 13, 1)]
+    assert list(nixl_reader._runs([])) == []
+
+
+def test_rows_that_are_scattered_at_either_end_are_read_each_from_its_place(pullers: list[Engine]) -> None:
+    """Runs of two and three, in another order here than there. Made to fail by pieces that are a row too long."""
+    owner = Engine(transport="nixl")
+    owner.put(SOME)
+    puller = Engine([owner.port], transport="nixl")
+    pullers.extend([puller, owner])
+    puller.begin()
+    order = [SOME[index] for index in (5, 6, 7, 0, 1, 3, 2, 4)]
+    assert puller.look(order) == [HIT] * len(SOME)
+    rows = [10, 11, 12, 3, 4, 0, 1, 20]
+    result = puller.result(puller.submit(order, rows))
+    assert result.success
+    for row, key in zip(rows, order, strict=True):
+        assert bytes(puller.memory.rows[row]) == content(key, puller.memory.geometry.row_bytes)
+    others = set(range(len(puller.memory.rows))) - set(rows)
+    assert all(bytes(puller.memory.rows[row]) == bytes(puller.memory.geometry.row_bytes) for row in others)
+    assert puller.stat("p2p_rows_read_total") == len(SOME)
 
 
 def two_engines(

@@ -15,7 +15,7 @@ from vllm_tiered_offload.tiers.p2p import tier as tier_module
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 ROW_BYTES = 1 << 18
-CHUNKS = 48
+CHUNKS = 160  # several windows
 KEYS = keys_of("process", CHUNKS)
 BYTES = "tier_bytes_total|tier=p2p|direction=load"
 

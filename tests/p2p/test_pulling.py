@@ -24,6 +24,7 @@ from vllm_tiered_offload.tiers.p2p.instructions import (
     Wanted,
 )
 from vllm_tiered_offload.tiers.p2p.messages import (
+    MAX_PARTS,
     Answer,
     Confirm,
     Confirmed,
@@ -299,7 +300,7 @@ def ready_to_read(world: World, count: int = 3) -> dict[OffloadKey, Source]:
 def test_rows_that_were_read_count_when_confirmed_and_checked() -> None:
     """Two questions to the owner a batch: it hears of the read when it begins, and confirms when it is over. Its proofs
     come when they come. Made to fail by counting rows that are right and not confirmed."""
-    world = World(read_window=4)
+    world = World(read_window=8)
     reading, read = world.pull(ready_to_read(world))
     assert reading == Say(A, Reading(1, 1, EPOCH, (0, 1, 2)))
     assert isinstance(read, Read)
@@ -319,13 +320,13 @@ def test_rows_that_were_read_count_when_confirmed_and_checked() -> None:
     assert world.hear(A, Refuse(1, 1, Reason.GONE)) == [JobEnded(1, (keys(1)[0],), (keys(3)[2],))]
 
 
-def test_rows_that_were_read_are_confirmed_by_the_half_window() -> None:
-    """And the last ones when nothing is being read any more. Half a window is asked for then, and half is being read.
+def test_rows_that_were_read_are_confirmed_by_the_quarter_window() -> None:
+    """And the last ones when nothing is being read any more. The next half is asked for when half has come.
 
     Made to fail by a confirmation for each read, and by none before the last.
     """
-    world = World(read_window=4)
-    world.pull(ready_to_read(world, 7))
+    world = World(read_window=8)
+    world.pull(ready_to_read(world, 11))
 
     def land(part: int) -> list[Instruction]:
         return world.landed(A, (1, 1, part))
@@ -336,25 +337,39 @@ def test_rows_that_were_read_are_confirmed_by_the_half_window() -> None:
 
     assert land(2) == []
     assert land(0) == [Say(A, Confirm(1, 1, EPOCH, (0, 2)))]
-    reading, read = confirmed(0, 2)
-    assert reading == Say(A, Reading(1, 1, EPOCH, (4, 5)))
-    assert isinstance(read, Read)
+    assert confirmed(0, 2) == []
     assert land(1) == []
     assert land(3) == [Say(A, Confirm(1, 1, EPOCH, (1, 3)))]
-    reading, _ = confirmed(1, 3)
-    assert reading == Say(A, Reading(1, 1, EPOCH, (6,)))
-    assert land(6) == []
-    assert land(5) == [Say(A, Confirm(1, 1, EPOCH, (5, 6)))]
-    assert land(4) == [Say(A, Confirm(1, 1, EPOCH, (4,)))]
-    assert confirmed(5, 6) == []
-    [ended] = confirmed(4)
+    reading, read = confirmed(1, 3)
+    assert reading == Say(A, Reading(1, 1, EPOCH, (8, 9, 10)))
+    assert isinstance(read, Read)
+    assert [land(part) for part in (4, 5, 6)] == [[], [Say(A, Confirm(1, 1, EPOCH, (4, 5)))], []]
+    assert land(7) == [Say(A, Confirm(1, 1, EPOCH, (6, 7)))]
+    assert [land(part) for part in (9, 8)] == [[], [Say(A, Confirm(1, 1, EPOCH, (8, 9)))]]
+    assert land(10) == [Say(A, Confirm(1, 1, EPOCH, (10,)))]
+    for parts in ((4, 5), (6, 7), (8, 9)):
+        assert confirmed(*parts) == []
+    [ended] = confirmed(10)
     assert isinstance(ended, JobEnded)
-    assert len(ended.good) == 7
+    assert len(ended.good) == 11
+
+
+def test_a_window_larger_than_a_message_is_told_in_several() -> None:
+    """An owner takes no message with more parts. Made to fail by one message for all, of either kind."""
+    world = World(read_window=8 * MAX_PARTS)
+    steps = world.pull(ready_to_read(world, 3 * MAX_PARTS))
+    readings = [step.message.parts for step in steps if isinstance(step, Say) and isinstance(step.message, Reading)]
+    assert [len(parts) for parts in readings] == [MAX_PARTS] * 3
+    steps = world.landed(A, *((1, 1, part) for part in range(MAX_PARTS + 9)))
+    assert steps == []
+    steps = world.landed(A, *((1, 1, part) for part in range(MAX_PARTS + 9, 2 * MAX_PARTS)))
+    confirmed = [step.message.parts for step in steps if isinstance(step, Say) and isinstance(step.message, Confirm)]
+    assert confirmed == [tuple(range(MAX_PARTS)), tuple(range(MAX_PARTS, 2 * MAX_PARTS))]
 
 
 def test_what_has_landed_is_confirmed_when_the_rest_is_dropped() -> None:
     """Rows of a round that was refused land, and end, last. Made to fail by asking before these have ended."""
-    world = World(read_window=8)
+    world = World(read_window=16)
     world.pull(ready_to_read(world, 2))
     world.pulling.ask(1, 2, keys(2), [A])
     [answered] = world.hear(A, Found(1, 2, EPOCH, (0, 1), 10.0, (12, 13)))

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 READ_BYTES = 8 << 20  # of one READ, or one row: in the cache when it is verified, and few messages
 READS_IN_FLIGHT = 3  # of one lane
 LANES = 2  # of one peer, where READs are copies
-WINDOW_BYTES = 32 << 20  # of one peer that are asked for and not verified
+WINDOW_BYTES = 64 << 20  # of one peer that are asked for and not verified
 EAGER_SECONDS = 0.02  # without anything landing; after that it is polled less often
 LAZY_SECONDS = 0.001
 
@@ -64,7 +64,7 @@ class Unreadable:
 
 def read_window(row_bytes: int) -> int:
     """Rows of one peer that are asked for and not verified: each lane reads, and has more to read."""
-    return min(MAX_PARTS, max(3 * LANES, WINDOW_BYTES // max(1, row_bytes)))
+    return min(2 * MAX_PARTS, max(3 * LANES, WINDOW_BYTES // max(1, row_bytes)))
 
 
 class _Peer:
@@ -222,11 +222,13 @@ class _Lane:
 
     def _new_read(self, agent: Agent, peer_name: Any, rows: Sequence[Wanted]) -> Any:
         size, memory = agent.row_bytes, self._peer.memory
-        theirs = [wanted.source.row for wanted in rows]
-        if any(row is None or row >= memory.num_rows for row in theirs):
-            raise NixlError("a row that the peer does not have")
-        here = [(agent.base + wanted.row * size, size, 0) for wanted in rows]
-        there = [(memory.base + (row or 0) * size, size, 0) for row in theirs]
+        here: list[tuple[int, int, int]] = []
+        there: list[tuple[int, int, int]] = []
+        for row, their_row, num_rows in _runs(rows):
+            if their_row + num_rows > memory.num_rows:
+                raise NixlError("a row that the peer does not have")
+            here.append((agent.base + row * size, num_rows * size, 0))
+            there.append((memory.base + their_row * size, num_rows * size, 0))
         descriptors = (agent.nixl.get_xfer_descs(side, MEMORY) for side in (here, there))
         return agent.nixl.initialize_xfer("READ", *descriptors, peer_name)
 
@@ -294,6 +296,22 @@ class NixlReader:
 
 
 ReaderEvent: TypeAlias = Attached | Landed | ReadFailed | Unreadable
+
+
+def _runs(rows: Sequence[Wanted]) -> Iterator[tuple[int, int, int]]:
+    """Our first row, theirs, and how many: what lies side by side at both ends is one piece of memory."""
+    first, their_first, num_rows = 0, 0, 0
+    for wanted in rows:
+        if wanted.source.row is None:
+            raise NixlError("a row that the peer did not tell")
+        if num_rows and (wanted.row, wanted.source.row) == (first + num_rows, their_first + num_rows):
+            num_rows += 1
+            continue
+        if num_rows:
+            yield first, their_first, num_rows
+        first, their_first, num_rows = wanted.row, wanted.source.row, 1
+    if num_rows:
+        yield first, their_first, num_rows
 
 
 def _is_over(state: str) -> bool:

@@ -16,7 +16,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 
 from vllm_tiered_offload.contract.seams import Clock
 from vllm_tiered_offload.tiers.block_frame import PayloadChecksum
@@ -71,7 +71,7 @@ class Transfers:
         clock: Clock,
         read_window: int = WINDOW,
     ) -> None:
-        """`read_window` are the rows that are read out of one peer's memory at a time, at most WINDOW."""
+        """`read_window` are the rows that are read out of one peer's memory at a time."""
         self._peers = peers
         self._seconds = seconds
         self._verifier = verifier
@@ -118,8 +118,8 @@ class Transfers:
             row = peer.queue.popleft()
             peer.begin_to_owe_row(row, self._clock())
             batch.append(row)
-        for _, rows in groupby(batch, lambda row: row.wanted.part_id[:2]):
-            self._ask_for(peer, list(rows))
+        for rows in _by_message(batch):
+            self._ask_for(peer, rows)
 
     def _window(self, peer: Peer) -> int:
         return self._read_window if peer.can_read else WINDOW
@@ -179,19 +179,18 @@ class Transfers:
         self._verify(peer, kept)
 
     def _ask_to_confirm(self, peer: Peer) -> None:
-        """What was read, if that is half of the window or nothing is being read any more: few messages, and still there
-        is always something to read."""
+        """What was read, if that is a quarter of the window or nothing is being read any more: few messages, there is
+        always something to read, and a peer that dies takes little of what has come along."""
         read = [
             row for row in peer.owed.values() if row.is_read and not row.asked and row.state is not RowState.LANDING
         ]
-        if len(read) < self._window(peer) // 2 and any(row.state is RowState.LANDING for row in peer.owed.values()):
+        if len(read) < self._window(peer) // 4 and any(row.state is RowState.LANDING for row in peer.owed.values()):
             return
-        for (request, round_), rows in groupby(read, lambda row: row.wanted.part_id[:2]):
-            parts = []
+        for rows in _by_message(read):
             for row in rows:
                 row.asked = True
-                parts.append(row.wanted.source.part)
-            self._out(Say(peer.address, Confirm(request, round_, row.wanted.source.epoch, tuple(parts))))
+            source, parts = rows[0].wanted.source, tuple(row.wanted.source.part for row in rows)
+            self._out(Say(peer.address, Confirm(source.request, source.round, source.epoch, parts)))
 
     def on_proofs(self, peer: Peer, proofs: Proofs) -> None:
         """What is to be in rows that are being read, or were."""
@@ -339,6 +338,13 @@ class Transfers:
             assert promise.wanted or promise.rows
             assert promise.rows == sum(row.wanted.part_id[:2] == round_id for row in rows)
         for peer in self._peers.values():
-            assert len(peer.owed) <= WINDOW
+            assert len(peer.owed) <= max(WINDOW, self._read_window)
             assert all(row.state is RowState.LANDING for row in peer.owed.values() if row.dropped)
             assert not any(row.dropped or row.state is not RowState.OWED for row in peer.queue)
+
+
+def _by_message(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Rows of one round each, as many as one message may tell of."""
+    for _, group in groupby(rows, lambda row: row.wanted.part_id[:2]):
+        while some := list(islice(group, MAX_PARTS)):
+            yield some
