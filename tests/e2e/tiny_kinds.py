@@ -1,4 +1,4 @@
-"""Models with recurrent layers, small enough to be made by the tests; see tiny_model.py."""
+"""Models of other kinds of layers, small enough to be made by the tests; see tiny_model.py."""
 
 from pathlib import Path
 
@@ -36,5 +36,40 @@ def make_tiny_qwen_next(target: Path) -> Path:
     )
     torch.manual_seed(0)
     Qwen3NextForCausalLM(config).to(torch.bfloat16).save_pretrained(target)
+    make_tokenizer(target)
+    return target
+
+
+def make_tiny_deepseek(target: Path) -> Path:
+    """A DeepSeek-V2 of dense layers: latent attention, with a latent of 512 + 64, the one that vLLM's CPU build knows."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        first_k_dense_replace=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        max_position_embeddings=8192,
+        initializer_range=0.15,
+        bos_token_id=0,
+        eos_token_id=1,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(target)
     make_tokenizer(target)
     return target
