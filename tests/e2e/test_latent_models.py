@@ -2,8 +2,9 @@
 served as if we were not there.
 
 vLLM's CPU backend can with AMX alone, and turns prefix caching off otherwise. Which of the two it is on this machine is
-told by vLLM's own configuration, as /metrics shows it, and never by what we do or say. VLLM_MLA_DISABLE=1 shows the other
-half of the test on a machine without AMX: the model then caches keys and values of each head.
+told by vLLM's own configuration, as /metrics shows it, and never by what we do or say. With VLLM_MLA_DISABLE=1 in the
+environment the other half of the test runs on a machine without AMX: the model then caches the keys and values of each
+head.
 """
 
 from collections.abc import Iterator
@@ -58,8 +59,8 @@ def offload(deepseek: Path, logs: Path, plain: Plain) -> Iterator[Engine]:
 def test_answers_are_equal_and_loaded_where_vllm_caches_prefixes(plain: Plain, offload: Engine) -> None:
     """Case 51: the engine starts, and what cannot be offloaded is said once with the reason.
 
-    Without AMX, fails when the model is offloaded all the same (a prompt that goes on from loaded latents is answered
-    otherwise), and when the reason is said twice or not at all. Where prefixes are cached, fails when nothing is loaded.
+    Without AMX it fails when the model is offloaded all the same (a prompt that goes on from loaded latents is answered
+    otherwise), and when the reason is not said, or twice; where prefixes are cached, when nothing is loaded.
     """
     server = offload.server()
     start = server.settled_metrics()

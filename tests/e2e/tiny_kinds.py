@@ -41,7 +41,7 @@ def make_tiny_qwen_next(target: Path) -> Path:
 
 
 def make_tiny_deepseek(target: Path) -> Path:
-    """A DeepSeek-V2 of dense layers: latent attention, with a latent of 512 + 64, the one that vLLM's CPU build knows."""
+    """A DeepSeek-V2 without experts: latents of 512 + 64 values, the only ones that vLLM's CPU kernels take."""
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 

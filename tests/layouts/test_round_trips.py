@@ -7,6 +7,7 @@ allocations; what a copy must move is found by plain indexing.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -123,6 +124,7 @@ class Rank:
 
     def __init__(self, cache: Cache, rank: int, slots: np.ndarray, writes: bool = True) -> None:
         self.cache = cache
+        self.bit = 1 << rank
         self.layouts = layouts_of(cache)
         self.executor = ManualExecutor()
         config = WorkerConfig(1 << 30, PER_CHUNK)
@@ -144,6 +146,7 @@ class Rank:
         self.worker.take_transfer_results()
         acks = self.worker.build_report().acks
         self.worker.unbind()
+        assert {ack.ranks for ack in acks.values()} <= {self.bit}
         return {job_id: ack.error for job_id, ack in acks.items()}
 
     def pages(self, group: int, blocks: list[int]) -> list[torch.Tensor]:
@@ -159,6 +162,16 @@ class Rank:
 
     def memory(self) -> list[bytes]:
         return [memory.numpy().tobytes() for memory in self.cache.memory]
+
+    def memory_with(self, group: int, blocks: list[int], pages: list[torch.Tensor]) -> list[bytes]:
+        """What `memory` is once these blocks hold these pages, by plain indexing; nothing is changed for good."""
+        kept = [memory.clone() for memory in self.cache.memory]
+        for page, wanted in zip(self.pages(group, blocks), pages, strict=True):
+            page.copy_(wanted)
+        expected = self.memory()
+        for memory, old in zip(self.cache.memory, kept, strict=True):
+            memory.copy_(old)
+        return expected
 
     def fill(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -202,13 +215,7 @@ def test_case_23_and_37_loads_from_any_place_in_a_chunk(layout: str, offset: int
         assert [rank.memory() for rank in ranks] == before
         stored = rows.tobytes()
         for rank in ranks:
-            # What the load has to do, by plain indexing; then the load itself from the same beginning.
-            kept = [memory.clone() for memory in rank.cache.memory]
-            for page, wanted in zip(rank.pages(group, target), rank.pages(group, source[offset:]), strict=True):
-                page.copy_(wanted)
-            expected = rank.memory()
-            for memory, old in zip(rank.cache.memory, kept, strict=True):
-                memory.copy_(old)
+            expected = rank.memory_with(group, target, rank.pages(group, source[offset:]))
             assert rank.run(StepMessage(loads=[load])) == {2: None}
             assert rank.memory() == expected
         assert rows.tobytes() == stored
@@ -234,25 +241,50 @@ def test_one_job_of_all_groups(layout: str) -> None:
         assert [rank.read(0, [10, 11, 12]), rank.read(1, [13]), rank.read(3, [15])] == wanted
 
 
-@pytest.mark.parametrize("layout", ["mla_with_indexer", "latent_float16"])
-def test_ranks_with_the_same_cache_store_it_once(layout: str) -> None:
-    """MLA on two ranks: one slot, which the first rank writes and both load from; each acknowledges both.
+def sharing_ranks(layout: str, writers: list[int]) -> tuple[list[Rank], np.ndarray]:
+    """Ranks of which each has the slot of its writer: writers [0, 0, 2, 2] are two pairs, with two slots in a row."""
+    caches = [LAYOUTS[layout]() for _ in writers]
+    slot_bytes = max(one.block_bytes for one in layouts_of(caches[0])) * PER_CHUNK
+    slots = sorted(set(writers))
+    rows = np.full((ROWS, len(slots) * slot_bytes + 40), 0xA5, np.uint8)
+    begin = {writer: slots.index(writer) * slot_bytes for writer in slots}
+    ranks = [
+        Rank(cache, rank, rows[:, begin[writer] : begin[writer] + slot_bytes], writes=rank == writer)
+        for rank, (cache, writer) in enumerate(zip(caches, writers, strict=True))
+    ]
+    return ranks, rows
 
-    Fails when the second rank writes too (it has other bytes here), and when it loads from a slot of its own.
+
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("writers", [[0, 0], [0, 0, 2, 2], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("layout", ["mla", "mla_fp8", "mla_with_indexer", "latent_float16"])
+def test_ranks_with_the_same_cache_store_it_once(layout: str, writers: list[int], offset: int) -> None:
+    """MLA on several ranks: a slot, which the first of those that hold the same writes and all of them load from.
+
+    Each acknowledges both jobs; no other byte of the caches and of the rows changes, in whichever order ranks come.
+    Fails when another rank writes too (it has other bytes here), and when it loads from a slot of its own.
     """
-    caches = [LAYOUTS[layout]() for _ in range(2)]
-    rows = np.zeros((ROWS, max(one.block_bytes for one in layouts_of(caches[0])) * PER_CHUNK), np.uint8)
-    first, second = (Rank(cache, rank, rows, writes=rank == 0) for rank, cache in enumerate(caches))
-    first.fill(1)
-    second.fill(2)
-    wanted = first.read(0, [1, 2, 3])
-    store = DeviceJob(1, "", [GroupTransfer(0, [5], [1, 2, 3, 4])])
-    load = DeviceJob(2, "r", [GroupTransfer(0, [5], [11, 10, 9])])
-    for rank in (first, second):
+    ranks, rows = sharing_ranks(layout, writers)
+    for number, rank in enumerate(ranks):
+        rank.fill(number)
+    before = [rank.memory() for rank in ranks]
+    source, target = list(range(1, 13)), list(range(23, 11, -1))[offset:]
+    store = DeviceJob(1, "", [GroupTransfer(0, [5, 0, 3], source)])
+    load = DeviceJob(2, "r", [GroupTransfer(0, [5, 0, 3], target, offset)])
+    stored = []
+    for rank in ranks:
         assert rank.run(StepMessage(stores=[store])) == {1: None}
-    for rank in (second, first):
+        stored.append(rows.tobytes())
+    assert [rank.memory() for rank in ranks] == before
+    wrote = [now != then for then, now in pairwise([b"\xa5" * rows.nbytes, *stored])]
+    assert wrote == [rank == writer for rank, writer in enumerate(writers)]
+    for rank, writer in reversed(list(zip(ranks, writers, strict=True))):
+        expected = rank.memory_with(0, target, [page.clone() for page in ranks[writer].pages(0, source[offset:])])
         assert rank.run(StepMessage(loads=[load])) == {2: None}
-        assert rank.read(0, [11, 10, 9]) == wanted
+        assert rank.memory() == expected
+    assert rows.tobytes() == stored[-1]
+    assert (rows[[1, 2, 4, 6, 7]] == 0xA5).all()
+    assert (rows[:, -40:] == 0xA5).all()
 
 
 def test_a_cache_whose_blocks_come_second_is_refused_at_start() -> None:

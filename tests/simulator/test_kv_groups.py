@@ -245,6 +245,52 @@ def test_ranks_that_hold_the_same_share_a_slot(simulate: Any, depth: int) -> Non
     sim.converge()
 
 
+def test_ranks_that_hold_the_same_acknowledge_a_store_that_one_of_them_copies(simulate: Any) -> None:
+    """MLA: rank 1 has nothing to copy and says so at once; the blocks stay until rank 0 has copied them.
+
+    Fails when rank 1 copies too, when it never acknowledges, and when its word alone ends the store.
+    """
+    sim = simulate(num_blocks=40, groups=LATENT, ranks=2)
+    sim.hold_copies()
+    first = sim.add_request(tokens(17), 1)
+    for _ in range(10):
+        sim.step()
+    assert len([job for kind, job in sim.jobs if kind == "store"]) == len(sim.copies) == 1
+    assert not sim.scheduler.reset_prefix_cache(False, False), "its blocks are pinned"
+    sim.release_copies()
+    sim.run_until_idle()
+    push_out(sim)
+    again = run_one(sim, tokens(17), 1)
+    assert len(sim.blocks_moved("load", again)) == 4
+    assert sim.outputs[again] == sim.outputs[first]
+    sim.converge()
+
+
+def test_what_the_writing_rank_could_not_store_is_computed(simulate: Any) -> None:
+    """MLA: rank 1 acknowledged the store, rank 0's copy broke off. Fails when the chunk counts all the same."""
+    sim = simulate(num_blocks=40, groups=LATENT, ranks=2)
+    sim.copies.faults = 1
+    run_one(sim, tokens(17), 1)
+    assert sim.copies.faults == 0
+    push_out(sim)
+    again = run_one(sim, tokens(17), 1)
+    assert not sim.blocks_moved("load", again)
+    sim.converge()
+
+
+def test_a_load_that_fails_on_one_of_the_ranks_is_computed(simulate: Any) -> None:
+    """MLA: the other rank has loaded its blocks. Fails when one rank's success is enough."""
+    sim = simulate(num_blocks=40, groups=LATENT, ranks=2)
+    first = run_one(sim, tokens(17), 4)
+    push_out(sim)
+    sim.copies.faults = 1
+    again = run_one(sim, tokens(17), 4)
+    assert sim.blocks_moved("load", again)
+    assert sim.copies.faults == 0
+    assert sim.outputs[again] == sim.outputs[first]
+    sim.converge()
+
+
 def test_random_episode_on_ranks_that_hold_the_same() -> None:
     config = replace(ROOMY, groups=LATENT, ranks=2, num_blocks=26, blocks_per_chunk=2)
     totals, failure = run_episode(5, 1, config, steps=150)
