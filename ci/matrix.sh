@@ -52,7 +52,7 @@ try() {
 # It breaks tiers on purpose: what they log about it is no news here.
 simulate() {
     (cd "$MATRIX_DIR" && VLLM_LOGGING_LEVEL=CRITICAL \
-        "$VENV/bin/python" -m vllm_tiered_offload.testing.simulator --steps 2000 --quiet)
+        "$VENV/bin/python" -m vllm_tiered_offload.testing.simulator --steps 8000 --quiet)
 }
 
 run_on() {

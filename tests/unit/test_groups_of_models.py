@@ -47,8 +47,12 @@ def mamba(mode: str = "align", **fields: Any) -> MambaSpec:
     return MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode, **fields)
 
 
+# 0.30 has no word for ranks that hold the same; each stores its own there.
+REPLICAS_ARE_TOLD = "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__
+
+
 def latent(shards: int | None = 1) -> MLAAttentionSpec:
-    return MLAAttentionSpec(block_size=16, max_tp_shards=shards, **PAGE)
+    return MLAAttentionSpec(block_size=16, **({"max_tp_shards": shards} if REPLICAS_ARE_TOLD else {}), **PAGE)
 
 
 def config(*groups: Any) -> KVCacheConfig:
@@ -158,6 +162,7 @@ def test_what_is_not_loaded_is_not_said_to_be() -> None:
         assert tuple(offloaded_groups(make())) == make().prefix_cacheable_group_ids
 
 
+@pytest.mark.skipif(not REPLICAS_ARE_TOLD, reason="vLLM 0.30 does not say which ranks hold the same")
 @pytest.mark.parametrize(
     ("groups", "replicas"),
     [

@@ -146,6 +146,10 @@ def kv_cache_config(config: SimConfig, layers: list[list[str]]) -> KVCacheConfig
     return built
 
 
+# Every rank holds the same. 0.30 cannot say so, and each rank stores its own.
+_ONE_SHARD: dict[str, Any] = {"max_tp_shards": 1} if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__ else {}
+
+
 def _spec(config: SimConfig, index: int) -> KVCacheSpec:
     group, block_tokens = config.groups[index], config.block_tokens(index)
     if group.recurrent:
@@ -162,7 +166,7 @@ def _spec(config: SimConfig, index: int) -> KVCacheSpec:
     if group.local_span is not None:
         return ChunkedLocalAttentionSpec(attention_chunk_size=group.local_span, **shape)
     if group.replicated:
-        return MLAAttentionSpec(**shape, max_tp_shards=1)
+        return MLAAttentionSpec(**shape, **_ONE_SHARD)
     return FullAttentionSpec(**shape)
 
 
