@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import lcm
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,7 +129,7 @@ def test_case_33_tokens_kept_beyond_the_window_count() -> None:
     )
     config = KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], spec)])
     config.hash_block_size = 16  # no parameter before 0.32
-    (shape,) = group_shapes(None, config, 1)
+    (shape,) = group_shapes(SimpleNamespace(speculative_config=None), config, 1)
     skipped = SlidingWindowManager.get_num_skipped_tokens
     for position in range(200):
         wanted = skipped(type("M", (), {"sliding_window": 32, "extra_retained_tokens": 3})(), position)

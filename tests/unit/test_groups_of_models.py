@@ -21,14 +21,22 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_tiered_offload.connector.views import group_shapes, kv_replicas, offloaded_groups, why_not_offloadable
+from vllm_tiered_offload.connector.views import (
+    SESSIONS_KEEP_TRUE_HASHES,
+    group_shapes,
+    has_true_hashes,
+    kv_replicas,
+    offloaded_groups,
+    why_not_offloadable,
+)
 from vllm_tiered_offload.scheduler.views import GroupShape
 
 PAGE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
 
 
-def engine(prefix_caching: bool = True) -> Any:
-    return SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching))
+def engine(prefix_caching: bool = True, speculation: Any = None) -> Any:
+    cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
+    return SimpleNamespace(cache_config=cache, speculative_config=speculation)
 
 
 def full(block: int = 16) -> FullAttentionSpec:
@@ -53,6 +61,20 @@ REPLICAS_ARE_TOLD = "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__
 
 def latent(shards: int | None = 1) -> MLAAttentionSpec:
     return MLAAttentionSpec(block_size=16, **({"max_tp_shards": shards} if REPLICAS_ARE_TOLD else {}), **PAGE)
+
+
+def draft(spec: Any) -> KVCacheGroupSpec:
+    return KVCacheGroupSpec(["l"], spec, is_eagle_group=True)
+
+
+def speculation(method: str, modules: int = 1, drop: bool = True) -> Any:
+    """The questions to vLLM's SpeculativeConfig that matter here, answered as 0.32 does."""
+    uses = method in ("eagle", "mtp", "dflash")
+    return SimpleNamespace(
+        use_eagle=lambda: uses,
+        use_eagle_block_drop=lambda: uses and drop,
+        use_multi_module_mtp=lambda: method == "mtp" and modules > 1,
+    )
 
 
 def config(*groups: Any) -> KVCacheConfig:
@@ -94,6 +116,18 @@ SERVED: dict[str, tuple[Callable[[], KVCacheConfig], list[GroupShape]]] = {
         lambda: config(mamba(), full()),
         [GroupShape(16, 32, 16, 0, recurrent=True), GroupShape(16, 32, 16, 1)],
     ),
+    "draft model beside others": (
+        lambda: config(full(), draft(full())),
+        [GroupShape(16, 32, 16, 0), GroupShape(16, 32, 16, 1, reads_next_token=True)],
+    ),
+    "draft model in the only group": (
+        lambda: config(draft(latent())),
+        [GroupShape(16, 32, 16, 0, reads_next_token=True)],
+    ),
+    "draft model with a window": (
+        lambda: config(full(), draft(sliding())),
+        [GroupShape(16, 32, 16, 0), GroupShape(16, 32, 16, 1, window=64, reads_next_token=True)],
+    ),
     "blocks of 16, and a ring of 4 that nobody caches": (
         lambda: config(ring(), full()),
         [GroupShape(16, 32, 16, 1)],
@@ -105,7 +139,7 @@ SERVED: dict[str, tuple[Callable[[], KVCacheConfig], list[GroupShape]]] = {
 def test_case_51_offloaded(case: str) -> None:
     make, wanted = SERVED[case]
     assert why_not_offloadable(engine(), make()) is None
-    assert list(group_shapes(None, make(), 2)) == wanted
+    assert list(group_shapes(engine(), make(), 2)) == wanted
 
 
 NOT_SERVED: dict[str, tuple[Callable[[], KVCacheConfig], str]] = {
@@ -129,9 +163,9 @@ NOT_SERVED: dict[str, tuple[Callable[[], KVCacheConfig], str]] = {
         lambda: config(KVCacheGroupSpec(["l"], full(), role=KVCacheGroupRole.HISPARSE_SOURCE)),
         "host memory",
     ),
-    "draft model beside others": (
-        lambda: config(full(), KVCacheGroupSpec(["l"], full(), is_eagle_group=True)),
-        "group 1 of 2: .*draft model",
+    "recurrent draft model": (
+        lambda: config(full(), draft(mamba())),
+        "group 1 of 2: .*draft model with recurrent layers",
     ),
 }
 if "bounded_replay" not in SlidingWindowMLASpec.__dataclass_fields__:  # before 0.32
@@ -144,6 +178,43 @@ def test_case_51_served_without_offloading(case: str) -> None:
     said = why_not_offloadable(engine(), make())
     assert said is not None
     assert re.search(reason, said), said
+
+
+def ahead(speculation: Any, *groups: Any) -> list[bool]:
+    return [shape.reads_next_token for shape in group_shapes(engine(speculation=speculation), config(*groups), 1)]
+
+
+@pytest.mark.parametrize(
+    ("method", "drop", "wanted"),
+    [("eagle", True, True), ("eagle", False, True), ("mtp", True, True), ("ngram", True, False)],
+)
+def test_draft_layers_are_in_all_groups_where_vllm_marks_none(method: str, drop: bool, wanted: bool) -> None:
+    """Whether or not vLLM's own cache drops a block for them, which can be turned off. Fails when only marks count."""
+    assert ahead(speculation(method, drop=drop), full(), sliding()) == [wanted, wanted]
+    assert ahead(speculation(method, drop=drop), full(), draft(full())) == [False, True]
+
+
+def test_drafts_of_the_targets_state_alone_read_no_token() -> None:
+    """vLLM 0.33 says so of block diffusion."""
+    newer = speculation("dflash")
+    newer.needs_eagle_block_drop = lambda: False
+    assert ahead(newer, full()) == [False]
+
+
+def test_a_chain_of_draft_modules_is_refused() -> None:
+    """The second module reads one token further than the first, which may have been a guess when it did."""
+    chain = engine(speculation=speculation("mtp", modules=2))
+    said = why_not_offloadable(chain, config(full(), draft(full())))
+    assert said is not None
+    assert "group 1 of 2: it belongs to a chain of MTP modules" in said
+
+
+@pytest.mark.parametrize(("session", "drafts", "true"), [(False, True, True), (True, True, False)])
+def test_sessions_with_drafts_are_not_offloaded(session: bool, drafts: bool, true: bool) -> None:
+    """More input takes the place of a token that a draft layer's slot has seen, and that slot stays as it is."""
+    request: Any = SimpleNamespace(resumable=session)
+    assert has_true_hashes(request, drafts) is true
+    assert has_true_hashes(request, False) is (SESSIONS_KEEP_TRUE_HASHES or not session)
 
 
 def test_latent_attention_that_cannot_go_on_from_a_prefix() -> None:

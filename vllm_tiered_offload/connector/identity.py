@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from vllm_tiered_offload.connector.views import draft_groups
 from vllm_tiered_offload.connector.weights import weights_identity
 from vllm_tiered_offload.contract.fingerprint import Fingerprint
 
@@ -29,7 +30,7 @@ def fingerprint_of(vllm_config: Any, kv_cache_config: KVCacheConfig, blocks_per_
         {
             "model": model.model,
             "revision": model.revision,
-            "weights": weights_identity(model, vllm_config.load_config),
+            "weights": weights_identity(model, vllm_config.load_config) + _draft_model(vllm_config),
             "hf_config": _hf_config(model.hf_config),
             "quantization": None if model.quantization is None else str(model.quantization),
             "model_dtype": str(model.dtype),
@@ -45,10 +46,26 @@ def fingerprint_of(vllm_config: Any, kv_cache_config: KVCacheConfig, blocks_per_
             "hash_algorithm": str(cache.prefix_caching_hash_algo),
             # A random seed makes this process's hashes its own: nobody else may take them for theirs.
             "hash_seed": f"random {uuid.uuid4()}" if has_random_hash_seed(cache) else os.environ.get("PYTHONHASHSEED"),
-            "hash_scheme": f"vllm {vllm_version}",
+            "hash_scheme": f"vllm {vllm_version}{_keyed_ahead(vllm_config, kv_cache_config)}",
             "generation": None,
         }
     )
+
+
+def _draft_model(vllm_config: Any) -> list[list[Any]]:
+    """The model that wrote the slots of draft layers, which are cached as all others are; nothing where there is none."""
+    speculation = vllm_config.speculative_config
+    if speculation is None or not (speculation.use_eagle() or speculation.uses_draft_model()):
+        return []
+    draft = speculation.draft_model_config
+    said = [speculation.method, draft.model, draft.revision, str(draft.quantization), _hf_config(draft.hf_config)]
+    return [["draft model", *said], *weights_identity(draft, vllm_config.load_config)]
+
+
+def _keyed_ahead(vllm_config: Any, kv_cache_config: KVCacheConfig) -> str:
+    """Which groups' chunks have the hash behind their end as a key; before, they had the one at their end."""
+    drafts = draft_groups(vllm_config, kv_cache_config)
+    return f", one hash ahead in groups {sorted(drafts)}" if drafts else ""
 
 
 def has_random_hash_seed(cache_config: Any) -> bool:

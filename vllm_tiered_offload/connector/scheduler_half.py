@@ -65,8 +65,9 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Of
         )
     role = Role(stores=transfer.is_kv_producer, loads=transfer.is_kv_consumer)
     ledger = event_ledger(manager, shapes) if events else None
-    if len(shapes) == 1 and shapes[0].reads_all and shapes[0].group_idx == 0:
-        return OffloadingConnectorScheduler(settings, manager, shapes[0], role=role, clock=clock, events=ledger)
+    first = shapes[0]
+    if len(shapes) == 1 and first.reads_all and first.group_idx == 0 and not first.reads_next_token:
+        return OffloadingConnectorScheduler(settings, manager, first, role=role, clock=clock, events=ledger)
     return GroupedScheduler(settings, manager, shapes, role=role, clock=clock, events=ledger)
 
 
@@ -83,7 +84,8 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         if self.inner is not None:
-            self.inner.on_new_request(request, skip=not has_true_hashes(request))
+            skip = not has_true_hashes(request, self.inner.reads_next_token)
+            self.inner.on_new_request(request, skip=skip)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.inner is None:

@@ -65,9 +65,13 @@ def was_aborted(request: Request) -> bool:
     return request.status not in _STOPPED
 
 
-def has_true_hashes(request: Request) -> bool:
-    """Whether the request's block hashes will always be those of its tokens (D5)."""
-    return SESSIONS_KEEP_TRUE_HASHES or not request.resumable
+def has_true_hashes(request: Request, has_drafts: bool) -> bool:
+    """Whether the request's block hashes will always be those of what its blocks hold (D5).
+
+    A session that gets more input replaces its last token, which was never computed; but what a draft model's layers
+    keep for the token before depends on it, and is not written again.
+    """
+    return not request.resumable or (SESSIONS_KEEP_TRUE_HASHES and not has_drafts)
 
 
 def step_view(output: SchedulerOutput) -> StepView:
@@ -101,8 +105,9 @@ def why_not_offloadable(vllm_config: Any, kv_cache_config: KVCacheConfig) -> str
     groups = offloaded_groups(kv_cache_config)
     if not groups:
         return "the model has no KV cache"
+    drafts = draft_groups(vllm_config, kv_cache_config)
     for index, group in groups.items():
-        reason = _why_not(group, alone=len(groups) == 1)
+        reason = _why_not(group) or (_why_no_drafts(vllm_config, group) if index in drafts else None)
         if reason is not None:
             return reason if len(groups) == 1 else f"KV cache group {index} of {len(groups)}: {reason}"
     if (
@@ -119,7 +124,31 @@ def _any_latent(groups: Iterable[KVCacheGroupSpec]) -> bool:
     return any(isinstance(spec, MLAAttentionSpec) for group in groups for spec in _specs_of(group))
 
 
-def _why_not(group: KVCacheGroupSpec, alone: bool) -> str | None:
+def draft_groups(vllm_config: Any, kv_cache_config: KVCacheConfig) -> set[int]:
+    """The KV groups with layers of a draft model whose slots depend on the next token (EAGLE, MTP), by index.
+
+    All of them where vLLM does not say which: what its own prefix cache does then.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    marked = {index for index, group in enumerate(groups) if group.is_eagle_group}
+    speculation = vllm_config.speculative_config
+    if marked or speculation is None:
+        return marked
+    # Whether or not vLLM drops a block for it, which can be turned off. Before 0.33 block-diffusion drafts count too.
+    reads_ahead = getattr(speculation, "needs_eagle_block_drop", speculation.use_eagle)
+    return set(range(len(groups))) if reads_ahead() else set()
+
+
+def _why_no_drafts(vllm_config: Any, group: KVCacheGroupSpec) -> str | None:
+    if any(isinstance(spec, MambaSpec) for spec in _specs_of(group)):
+        return "it belongs to a draft model with recurrent layers, and a state cannot say which token came next"
+    speculation = vllm_config.speculative_config
+    if speculation is not None and speculation.use_multi_module_mtp():
+        return "it belongs to a chain of MTP modules, the later of which keep what depends on tokens that were guesses"
+    return None
+
+
+def _why_not(group: KVCacheGroupSpec) -> str | None:
     for one in _specs_of(group):
         if not isinstance(one, _OFFLOADED) or isinstance(one, _NOT_OFFLOADED):
             return f"its KV cache is of type {type(one).__name__}, which is not offloaded so far"
@@ -129,8 +158,6 @@ def _why_not(group: KVCacheGroupSpec, alone: bool) -> str | None:
             return reason
     if group.role is not KVCacheGroupRole.DEFAULT or group.host_resident:
         return "its KV cache lies in host memory in part"
-    if group.is_eagle_group and not alone:
-        return "it belongs to a draft model (EAGLE, MTP), which is offloaded only together with all other layers so far"
     return None
 
 
@@ -154,12 +181,14 @@ def _specs_of(group: KVCacheGroupSpec) -> list[Any]:
 def group_shapes(vllm_config: Any, kv_cache_config: KVCacheConfig, blocks_per_chunk: int) -> tuple[GroupShape, ...]:
     """Token granularity and reach of the offloaded KV groups."""
     hash_tokens = _hash_tokens(vllm_config, kv_cache_config)
+    drafts = draft_groups(vllm_config, kv_cache_config)
     return tuple(
         GroupShape(
             block_tokens=group.kv_cache_spec.block_size,
             chunk_tokens=group.kv_cache_spec.block_size * blocks_per_chunk,
             hash_tokens=hash_tokens,
             group_idx=index,
+            reads_next_token=index in drafts,
             **_reach(_specs_of(group)[0]),
         )
         for index, group in offloaded_groups(kv_cache_config).items()

@@ -1,4 +1,4 @@
-"""The scheduler half for models whose KV cache is not one full-attention group.
+"""The scheduler half for models whose KV cache is not one plain full-attention group.
 
 Everything that does not ask which blocks a hit needs is the base class's; requests are counted in strides there (see
 `scheduler.groups`), and an offer of some strides carries the chunks of all groups, stride by stride, so that a part
@@ -163,7 +163,9 @@ class GroupedScheduler(OffloadingConnectorScheduler):
 
     def _look_up(self, state: RequestState, num_computed_tokens: int) -> tuple[int | None, bool]:
         limit_tokens = state.params.max_load_tokens
-        strides = lookup_range(state.request.num_tokens, num_computed_tokens, self._stride, limit_tokens)
+        # Behind the hashed tokens there are no keys to ask for.
+        usable = min(state.request.num_tokens, self._hashed_tokens(state) + 1)
+        strides = lookup_range(usable, num_computed_tokens, self._stride, limit_tokens)
         if strides.empty:
             return NOTHING
         self._stats.count("lookup_tokens_total", state.request.num_tokens - num_computed_tokens)
@@ -245,7 +247,7 @@ class GroupedScheduler(OffloadingConnectorScheduler):
         heads = [key for keys in (zip(*full, strict=True) if in_step else full) for key in keys]
         keys_of = self._keys_by_group(state)
         chunks = (one for stride in range(tail, strides) for one in stored_chunks(self._shapes, stride, self._stride))
-        return heads + [keys_of[shape.group_idx].slice(chunk, chunk + 1)[0] for shape, chunk in chunks]
+        return heads + [key for shape, chunk in chunks for key in keys_of[shape.group_idx].slice(chunk, chunk + 1)]
 
     def _start_load(self, state: RequestState, tables: BlockTables, num_external_tokens: int) -> bool:
         reservation = state.reservation
@@ -313,7 +315,7 @@ class GroupedScheduler(OffloadingConnectorScheduler):
                 stored
                 for shape, chunk in stored_chunks(self._shapes, stride, self._stride)
                 if (shape.group_idx, chunk) not in left_out
-                and (stored := plan_chunk(shape, chunk, self._stride, tables[shape.group_idx])) is not None
+                and (stored := self._plan_chunk(state, shape, chunk, tables)) is not None
             ]
             room -= _num_blocks(planned)
             if room < 0:
@@ -330,12 +332,17 @@ class GroupedScheduler(OffloadingConnectorScheduler):
             stored
             for shape in self._shapes
             for chunk in chunks_between(shape, longest, plan.position)
-            if (stored := plan_chunk(shape, chunk, self._stride, tables[shape.group_idx])) is not None
+            if (stored := self._plan_chunk(plan.state, shape, chunk, tables)) is not None
             and self._stride_of(stored) in due
             and stored.leaves(plan.position)
         ]
         leaving.sort(key=self._stride_of)
         return leaving
+
+    def _plan_chunk(
+        self, state: RequestState, shape: GroupShape, chunk: int, tables: BlockTables
+    ) -> StoredChunk | None:
+        return plan_chunk(shape, chunk, self._stride, tables[shape.group_idx], state.local_tokens)
 
     def _stride_of(self, chunk: StoredChunk) -> int:
         return chunk.stride(self._stride)

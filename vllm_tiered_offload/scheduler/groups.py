@@ -1,4 +1,4 @@
-"""Models whose KV cache is not one full-attention group: what a hit needs of each group. Pure functions of plain data.
+"""Models whose KV cache is not one plain full-attention group: what a hit needs of each group. Pure functions of plain data.
 
 Rules.
  - A prefix hit ends where every group has a chunk's end: at a multiple of the *stride*, the least common multiple of
@@ -12,6 +12,12 @@ Rules.
  - A recurrent layer leaves a state at a block's end only where a scheduled step ended there, or where its kernel was
    told to. vLLM knows: the block then has a hash that covers exactly the tokens up to its end. No other is stored, so
    hits of such a model end where some request's state was kept.
+ - A draft model's layers (EAGLE, MTP) keep for a token what depends on the token after it: of the last slot of a chunk
+   the hash at its end says too little. So such a chunk has the hash that follows as its key, which covers that token.
+   A chunk without its key is none: strides are stored, and hits end, where every group's chunks have theirs.
+ - What vLLM's own prefix cache hands out of such a group may end, at each block's end, with the slot of a request that
+   went another way, since vLLM finds blocks by the hash at their end (it costs drafts, not answers). A request
+   therefore stores of them only what it computed or loaded, never the blocks of its device hit.
  - Which blocks vLLM holds after a hit follows from the same `first_needed`: lookup, store and allocation agree.
 """
 
@@ -28,7 +34,8 @@ from vllm_tiered_offload.scheduler.views import BlockView, GroupShape
 def stride_of(shapes: Sequence[GroupShape]) -> GroupShape:
     """The granularity of hits, in the form of a group whose chunks are strides."""
     tokens = lcm(*(shape.chunk_tokens for shape in shapes))
-    return GroupShape(tokens, tokens, shapes[0].hash_tokens)
+    ahead = any(shape.reads_next_token for shape in shapes)
+    return GroupShape(tokens, tokens, shapes[0].hash_tokens, reads_next_token=ahead)
 
 
 def needed_chunks(shape: GroupShape, local_tokens: int, end: int) -> ChunkRange:
@@ -126,12 +133,19 @@ def chunks_between(shape: GroupShape, earlier: int, later: int) -> range:
     return range(shape.first_needed(earlier) // size, -(-shape.first_needed(later) // size))
 
 
-def plan_chunk(shape: GroupShape, chunk: int, stride_tokens: int, table: Sequence[BlockView]) -> StoredChunk | None:
-    """How to store a chunk, or None when vLLM has given up (or never had) what a hit would read."""
+def plan_chunk(
+    shape: GroupShape, chunk: int, stride_tokens: int, table: Sequence[BlockView], local_tokens: int = 0
+) -> StoredChunk | None:
+    """How to store a chunk, or None when the request does not hold what a hit would read.
+
+    vLLM has given it up, or never had it, or took it over from another request with the `local_tokens` of a device hit.
+    """
     first = stored_from(shape, chunk, stride_tokens)
     begin, end = chunk * shape.blocks_per_chunk + first, (chunk + 1) * shape.blocks_per_chunk
     blocks = table[begin:end]
     if len(blocks) < end - begin or any(block.is_null for block in blocks):
+        return None
+    if shape.reads_next_token and begin * shape.block_tokens < local_tokens:
         return None
     if shape.recurrent and blocks[-1].block_hash_num_tokens != (chunk + 1) * shape.chunk_tokens:
         return None

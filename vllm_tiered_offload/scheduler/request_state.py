@@ -23,28 +23,28 @@ class ChunkKeys:
         self._request = request
         self._group_idx = group_idx
         self._per_chunk = shape.hashes_per_chunk
+        self._ahead = shape.hashes_ahead
         self._suffix = group_suffix(group_idx)
         self._keys: list[OffloadKey] = []  # _keys[i] is chunk i's key
         self._last_hash = b""  # the hash that _keys[-1] was made of
 
     def upto(self, end: int) -> list[OffloadKey]:
         """The keys of chunks [0, end), as far as they are hashed. The list is this object's own: do not change it."""
-        hashes, per_chunk, keys = self._request.block_hashes, self._per_chunk, self._keys
-        made = len(keys) * per_chunk
+        hashes, per_chunk, ahead, keys = self._request.block_hashes, self._per_chunk, self._ahead, self._keys
+        made = len(keys) * per_chunk + ahead
         if keys and (made > len(hashes) or hashes[made - 1] != self._last_hash):
             self._cut()
-            made = len(keys) * per_chunk
-        end = min(end, len(hashes) // per_chunk) * per_chunk
-        if made < end:
-            keys += self.anew(len(keys), end // per_chunk)
-            self._last_hash = hashes[end - 1]
+        end = min(end, (len(hashes) - ahead) // per_chunk)
+        if len(keys) < end:
+            keys += self.anew(len(keys), end)
+            self._last_hash = hashes[end * per_chunk + ahead - 1]
         return keys
 
     def _cut(self) -> None:
         """The session went on with other tokens: forget the keys from the first that differs."""
         hashes, per_chunk, keys = self._request.block_hashes, self._per_chunk, self._keys
         while keys:
-            last = len(keys) * per_chunk - 1
+            last = len(keys) * per_chunk + self._ahead - 1
             if last < len(hashes) and keys[-1] == hashes[last] + self._suffix:
                 self._last_hash = hashes[last]
                 return
@@ -56,8 +56,8 @@ class ChunkKeys:
 
     def anew(self, first: int, end: int) -> list[OffloadKey]:
         """As `slice`, without looking for or keeping any: for chunks that are asked for once."""
-        per_chunk, suffix = self._per_chunk, self._suffix
-        hashes = self._request.block_hashes[(first + 1) * per_chunk - 1 : end * per_chunk : per_chunk]
+        per_chunk, ahead, suffix = self._per_chunk, self._ahead, self._suffix
+        hashes = self._request.block_hashes[(first + 1) * per_chunk + ahead - 1 : end * per_chunk + ahead : per_chunk]
         return cast(list[OffloadKey], [one + suffix for one in hashes])  # OffloadKey() would cost a call a key
 
 

@@ -112,6 +112,7 @@ class OffloadingConnectorScheduler:
         self._shape = shape
         self._per_chunk = shape.blocks_per_chunk
         self._chunk_tokens, self._hash_tokens = shape.chunk_tokens, shape.hash_tokens
+        self._tokens_ahead = shape.tokens_ahead
         self._role = role
         self._clock = clock
         self._strict = settings.lifecycle == "strict"
@@ -369,13 +370,17 @@ class OffloadingConnectorScheduler:
     def _due(self, state: RequestState, written_tokens: int) -> int:
         """The end of the chunks that are full once `written_tokens` slots are written; 0 where none of them is news."""
         chunk_tokens = self._chunk_tokens
-        hashed = len(state.request.block_hashes) * self._hash_tokens
+        hashed = self._hashed_tokens(state)
         end = storable_chunks(written_tokens, hashed, chunk_tokens, state.store_limit)
         full = written_tokens - written_tokens % chunk_tokens
         # Until the next chunk is full there is nothing to look at, unless hashes of this one are still to come.
         if hashed >= full:
             state.quiet_until = full + chunk_tokens
         return end if end > state.offered_chunks and self._may_store(state) else 0
+
+    def _hashed_tokens(self, state: RequestState) -> int:
+        """The last token at which a chunk that has its key can end."""
+        return len(state.request.block_hashes) * self._hash_tokens - self._tokens_ahead
 
     def _plan_offers(self, due: Sequence[tuple[RequestState, int]]) -> list[Offer]:
         """The chunks of each request up to where they are due, as far as device blocks may be pinned; maybe none."""
@@ -468,7 +473,7 @@ class OffloadingConnectorScheduler:
         events.hold(offer.state.request, [pair for pair in offer.numbered_keys() if pair[1] in stored])
 
     def _pin_final_chunks(self, state: RequestState, written_tokens: int) -> None:
-        hashed = len(state.request.block_hashes) * self._shape.hash_tokens
+        hashed = self._hashed_tokens(state)
         end = storable_chunks(written_tokens, hashed, self._shape.chunk_tokens, state.store_limit)
         if end <= state.next_chunk or not (self._takes_stores and self._may_store(state)):
             return
@@ -700,6 +705,11 @@ class OffloadingConnectorScheduler:
     def take_events(self) -> list[Announcement]:
         """Residency changes since the last call, with what consumers need to know of each chunk."""
         return self._events.announce(self._manager.take_events()) if self._events is not None else []
+
+    @property
+    def reads_next_token(self) -> bool:
+        """Whether some layers keep for a token what depends on the token after it."""
+        return self._shape.reads_next_token
 
     @property
     def num_pinned_blocks(self) -> int:

@@ -75,12 +75,15 @@ class GroupShape:
     """Token granularity of one KV group, and how far back its attention reads.
 
     `block_tokens` a device block, `chunk_tokens` a chunk (= blocks_per_chunk blocks), `hash_tokens` an entry of
-    `block_hashes`. A chunk's key is made of the hash at its last token.
+    `block_hashes`. A chunk's key is made of the hash at its last token, or of the one after it (`reads_next_token`).
 
-    At most one of the last three is set: `window`, a token attends to itself and the `window - 1` before it (sliding
+    At most one of these three is set: `window`, a token attends to itself and the `window - 1` before it (sliding
     window); `local_span`, it attends to what came before it in its own span of that many tokens (chunked local
     attention); `recurrent`, it reads the state after the token before it (Mamba and its kin), and a whole block is the
     state after its last token. vLLM puts the placeholder block in place of whole blocks that are out of reach.
+
+    `reads_next_token`: what is kept for a token depends on the token after it, too (layers of an EAGLE or MTP draft
+    model; see `scheduler.groups`).
     """
 
     block_tokens: int
@@ -90,6 +93,7 @@ class GroupShape:
     window: int | None = None
     local_span: int | None = None
     recurrent: bool = False
+    reads_next_token: bool = False
 
     def first_needed(self, position: int) -> int:
         """The first token whose KV a token at `position` reads. Never falls as `position` grows."""
@@ -109,6 +113,16 @@ class GroupShape:
     @property
     def hashes_per_chunk(self) -> int:
         return self.chunk_tokens // self.hash_tokens
+
+    @property
+    def hashes_ahead(self) -> int:
+        """How many entries of `block_hashes` behind a chunk's last one its key is made of."""
+        return 1 if self.reads_next_token else 0
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens behind a chunk's end that its key covers: it has none before they are known."""
+        return self.hashes_ahead * self.hash_tokens
 
     @property
     def blocks_per_chunk(self) -> int:

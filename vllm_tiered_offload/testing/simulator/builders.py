@@ -140,7 +140,10 @@ def for_rank(built: VllmConfig, rank: int) -> VllmConfig:
 
 def kv_cache_config(config: SimConfig, layers: list[list[str]]) -> KVCacheConfig:
     """The KV groups over their layers; nothing in it needs the tensors themselves."""
-    groups = [KVCacheGroupSpec(names, _spec(config, index)) for index, names in enumerate(layers)]
+    groups = [
+        KVCacheGroupSpec(names, _spec(config, index), is_eagle_group=config.groups[index].draft)
+        for index, names in enumerate(layers)
+    ]
     built = KVCacheConfig(num_blocks=config.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     built.hash_block_size = config.hash_tokens
     return built

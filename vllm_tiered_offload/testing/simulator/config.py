@@ -28,6 +28,7 @@ class SimGroup:
     """One KV group. At most one of `window` (sliding) and `local_span` (chunked local attention), in tokens, and
     `recurrent` (state instead of slots) is set.
 
+    `draft`: layers of an EAGLE or MTP model, whose slots depend on the next token, too (not with `recurrent`).
     `block_factor`: its blocks are that many times as long as `SimConfig.block_size`, and its slots as much smaller, so
     that the blocks of all groups have one size in bytes. `replicated`: every rank holds the same (MLA).
     """
@@ -37,6 +38,7 @@ class SimGroup:
     block_factor: int = 1
     recurrent: bool = False
     replicated: bool = False
+    draft: bool = False
 
     @property
     def words_per_slot(self) -> int:
@@ -86,7 +88,12 @@ class SimConfig:
     def has_one_full_group(self) -> bool:
         """Whether a hit is a prefix of one list of chunks, as with full attention alone."""
         [first, *others] = self.groups
-        return not (others or first.window or first.local_span or first.recurrent)
+        return not (others or first.window or first.local_span or first.recurrent or first.draft)
+
+    @property
+    def tokens_ahead(self) -> int:
+        """How far behind a chunk's end its key reaches."""
+        return self.hash_tokens if any(group.draft for group in self.groups) else 0
 
     @property
     def hash_tokens(self) -> int:
@@ -150,7 +157,7 @@ class SimConfig:
             for one in self.groups
         ]
         return "+".join(
-            f"{kind}{'=' * one.replicated}x{one.block_factor}" for kind, one in zip(kinds, self.groups, strict=True)
+            f"{kind}{'=' * one.replicated}{'+1' * one.draft}x{one.block_factor}" for kind, one in zip(kinds, self.groups, strict=True)
         )
 
 
@@ -168,6 +175,12 @@ SEVERAL_GROUPS = (
     (SimGroup(recurrent=True),),
     (SimGroup(recurrent=True), SimGroup(recurrent=True), SimGroup()),
     (SimGroup(), SimGroup(window=6), SimGroup(recurrent=True)),
+    (SimGroup(), SimGroup(draft=True)),
+    (SimGroup(draft=True),),
+    (SimGroup(window=9), SimGroup(draft=True)),
+    (SimGroup(), SimGroup(window=13, draft=True)),
+    (SimGroup(block_factor=2), SimGroup(draft=True)),
+    (SimGroup(), SimGroup(draft=True, block_factor=2)),
 )
 # The neighbour brings slots, not states.
 BESIDE_A_NEIGHBOUR = tuple(groups for groups in SEVERAL_GROUPS if not any(group.recurrent for group in groups))

@@ -47,6 +47,7 @@ class Step:
     given: list[str]  # requests whose block tables grew meanwhile
     pool_full: bool  # no free block, or an allocation failed
     stores: list[DeviceJob]  # the message's stores, request by request
+    device_hits: dict[str, int]  # tokens that requests which (re)start in it found on the device
     result: Any = None  # vLLM's ModelRunnerOutput of all ranks, once executed
     rank_outputs: list[Any] = field(default_factory=list)  # KVConnectorOutput per rank, as each rank sent it
     report: WorkerReport | None = None  # ours inside the merged output
@@ -58,9 +59,6 @@ class Simulation:
     sim.add_request(tokens, max_tokens); sim.step(); sim.abort(id); sim.hold_copies(); sim.run_copies();
     sim.reset(); sim.run_until_idle(); sim.converge(). A broken invariant raises Violation from the call that shows it.
     """
-
-    # Where they are not, vLLM's own device cache can serve wrong bytes.
-    sessions_are_sound = SESSIONS_KEEP_TRUE_HASHES
 
     def __init__(
         self, config: SimConfig, seed: int | str = 0, checkers: Sequence[type[Checker]] = ALL_CHECKERS
@@ -87,6 +85,7 @@ class Simulation:
         self._connector_resets = 0
         self._allocated: list[int] = []
         self._given: list[str] = []
+        self._device_hits: dict[str, int] = {}  # of the requests that vLLM asked about, the last time
         self._allocation_failed = False
         self._build()
         self.watchers = Watchers([kind(self) for kind in checkers])
@@ -150,6 +149,12 @@ class Simulation:
         self.scheduler.kv_cache_manager.allocate_slots = watched_slots
 
     # -- scripting -----------------------------------------------------------------------------------------------
+
+    @property
+    def sessions_are_sound(self) -> bool:
+        """Where they are not, vLLM's own device cache can serve wrong bytes: of another content, or of a draft model's
+        layers the slot before the token that a session replaced when it went on."""
+        return SESSIONS_KEEP_TRUE_HASHES and not any(group.draft for group in self.config.groups)
 
     @property
     def connector(self) -> Any:
@@ -373,7 +378,7 @@ class Simulation:
         self._allocated, self._given, self._allocation_failed = [], [], False
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata
-        message = step_message(metadata) or StepMessage()
+        message, hits = step_message(metadata) or StepMessage(), self._device_hits
         step = Step(
             number=next(self._numbers),
             output=output,
@@ -383,6 +388,7 @@ class Simulation:
             given=self._given,
             pool_full=self._allocation_failed or not self.pool.get_num_free_blocks(),
             stores=stores_by_request(message, getattr(self.connector, "connector_scheduler", None)),
+            device_hits={req_id: hits.pop(req_id) for req_id in output.num_scheduled_tokens if req_id in hits},
         )
         self._tell_scheduled(step)
         self.watchers.tell("scheduled", step)
@@ -402,7 +408,7 @@ class Simulation:
         if step.metadata is not None:
             for worker in self.workers:
                 worker.before_forward(step.metadata, output.has_sync_kv_loads)
-        self.runner.update_states(output)
+        self.runner.update_states(output, step.device_hits)
         sampled = self.runner.forward(output)
         self.watchers.tell("received", step)
         result = ModelRunnerOutput(
@@ -465,6 +471,8 @@ class Simulation:
 
     def _on_hook(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         self._connector_resets += name == "reset_cache"
+        if name == "get_num_new_matched_tokens":
+            self._device_hits[args[0].request_id] = args[1]
         self.story.raise_broken()
         self.watchers.tell("hook", name, args, result)
 

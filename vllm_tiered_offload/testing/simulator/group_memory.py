@@ -19,12 +19,17 @@ class GroupMemory:
         self.code = chain.SlotCode(
             config.ranks, config.layers, index, self._group.words_per_slot, self._group.replicated
         )
+        self.ahead = int(self._group.draft)  # a position's words are those of the chain value that many positions on
         self.slots = kv.reshape(config.ranks, config.layers, -1, self._group.words_per_slot)  # by slot number
         self._offsets = np.arange(self.block_tokens)
 
     def slot_numbers(self, blocks: list[int]) -> Slots:
         """The slots of these blocks."""
         return (np.array(blocks, np.int64)[:, None] * self.block_tokens + self._offsets).ravel()
+
+    def words(self, values: list[int]) -> chain.Words:
+        """What the first len(values) - ahead positions hold, given their chain values."""
+        return self.code.words(values[self.ahead :])
 
     def read_by(self, start: int) -> range:
         """Positions whose content a step from `start` on reads and does not write."""

@@ -32,7 +32,7 @@ class LoadedBlock:
 
 @dataclass
 class NeighbourLoad:
-    """Fill `blocks` with the slots of `tokens`, taking that many steps on each rank."""
+    """Fill `blocks` with the slots of `tokens`, one more than the slots, taking that many steps on each rank."""
 
     req_id: str
     tokens: list[int]
@@ -93,7 +93,7 @@ class NeighbourConnector(KVConnectorBase_V1, SupportsHMA):
             fails[world.rng.choice(ranks)] = True
             self._offers.pop(req_id, None)  # it is looked up again, and this must end
         steps = [world.rng.randint(*world.delay) for _ in ranks]
-        tokens = list(request.all_token_ids[:end])
+        tokens = list(request.all_token_ids[: end + 1])
         self._next.loads.append(NeighbourLoad(req_id, tokens, self._to_fill(blocks, start, end), steps, fails))
         world.promised(req_id)
         if not self._sync:

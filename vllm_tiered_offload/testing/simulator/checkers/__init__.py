@@ -6,7 +6,7 @@ tests/worker/test_copy_driver.py), and in one process, so nothing is killed (V7:
 """
 
 from vllm_tiered_offload.testing.simulator.checkers.base import Checker, Watchers
-from vllm_tiered_offload.testing.simulator.checkers.blocks import D1WrittenSlots, D2PinnedBlocks
+from vllm_tiered_offload.testing.simulator.checkers.blocks import D1WrittenSlots, D2PinnedBlocks, D5LoadedBytes
 from vllm_tiered_offload.testing.simulator.checkers.cascades import L4CascadesFirst, L5WholeRequests
 from vllm_tiered_offload.testing.simulator.checkers.offers import D5OwnKeys, L7NothingSkipped, V3PartialStores
 from vllm_tiered_offload.testing.simulator.checkers.requests import (
@@ -38,6 +38,7 @@ ALL_CHECKERS: tuple[type[Checker], ...] = (
     D2PinnedBlocks,
     D4RowReuse,
     D4TierRows,
+    D5LoadedBytes,
     D5OwnKeys,
     D6FailedBlocks,
     D7OneReceive,

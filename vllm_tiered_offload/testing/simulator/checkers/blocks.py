@@ -101,12 +101,12 @@ class D1WrittenSlots(Checker):
         want = runner.expected(job.req_id, start, end, group)
         if want is None:
             tokens = list(self._requests[job.req_id].all_token_ids)
-            if len(tokens) < end:
+            if len(tokens) < end + memory.ahead:
                 raise self.broken(
                     f"store job {job.job_id} of {job.req_id}: block {position} ends at token {end} of {len(tokens)}",
                     job.req_id,
                 )
-            want = runner.words_for(tokens[:end], group)[:, :, start:end]
+            want = runner.words_for(tokens, group)[:, :, start:end]
         want = memory.whole_block(want)
         if not np.array_equal(got, want):
             rank, layer, offset, word = (int(i) for i in np.argwhere(got != want)[0])
@@ -116,6 +116,47 @@ class D1WrittenSlots(Checker):
                 f"slot {offset} {what}",
                 job.req_id,
             )
+
+
+class D5LoadedBytes(Checker):
+    """What a load brought is what the request's own tokens give, to the last slot: also where the layers keep what
+    depends on the next token, and vLLM's own cache would hand out another request's slot.
+
+    Looked at when every rank has ended the load well, before anybody reads it.
+
+    Does not check loads of other connectors, nor blocks that no hit reads (they are not loaded).
+    """
+
+    name = "d5"
+
+    def __init__(self, sim: "Simulation") -> None:
+        super().__init__(sim)
+        self._acks = AckCounter(sim.config.ranks)
+        self._loads: dict[int, tuple[DeviceJob, Any, list[list[int]]]] = {}  # its request, and the block tables then
+
+    def scheduled(self, step: "Step") -> None:
+        for job in step.message.loads:
+            request = self.sim.live.get(job.req_id)
+            if request is not None:
+                tables = self.sim.scheduler.kv_cache_manager.get_block_ids(job.req_id)
+                self._loads[job.job_id] = (job, request, [list(table) for table in tables])
+
+    def reported(self, step: "Step") -> None:
+        for job_id, error in self._acks.count(step):
+            job, request, tables = self._loads.pop(job_id, (None, None, []))
+            if job is not None and error is None:
+                self._check(job, list(request.all_token_ids), tables)
+
+    def _check(self, job: DeviceJob, tokens: list[int], tables: list[list[int]]) -> None:
+        for transfer in job.transfers:
+            memory = self.sim.runner.groups[transfer.group_idx]
+            words = self.sim.runner.words_for(tokens, transfer.group_idx)
+            for block in transfer.device_block_ids:
+                start = tables[transfer.group_idx].index(block) * memory.block_tokens
+                want = memory.whole_block(words[:, :, start : start + memory.block_tokens])
+                if not np.array_equal(memory.block(block), want):
+                    text = f"load job {job.job_id} left other bytes than the request's at token {start}"
+                    raise self.broken(f"{text} (group {transfer.group_idx}, block {block})", job.req_id)
 
 
 class D2PinnedBlocks(Checker):

@@ -23,6 +23,7 @@ class ChunksOfRequests:
             config.block_tokens(group) * config.blocks_per_chunk for group in range(len(config.groups))
         ]
         self._hash_tokens = config.hash_tokens
+        self.tokens_ahead = [config.hash_tokens * group.draft for group in config.groups]
         # By id() of vLLM's request, which the first part keeps alive: what its hashes were, and where chunks end.
         self._known: dict[int, tuple[Any, tuple[int, bytes], dict[OffloadKey, int]]] = {}
 
@@ -38,8 +39,8 @@ class ChunksOfRequests:
 
     def _ends(self, hashes: Sequence[bytes]) -> Iterator[tuple[OffloadKey, int]]:
         for group, tokens in enumerate(self.chunk_tokens):
-            per_chunk = tokens // self._hash_tokens
-            for chunk, last in enumerate(hashes[per_chunk - 1 :: per_chunk]):
+            per_chunk, ahead = tokens // self._hash_tokens, self.tokens_ahead[group] // self._hash_tokens
+            for chunk, last in enumerate(hashes[per_chunk - 1 + ahead :: per_chunk]):
                 yield make_offload_key(last, group), (chunk + 1) * tokens
 
 
@@ -47,7 +48,8 @@ class D5OwnKeys(Checker):
     """Keys come from the request's own block hashes, and one key never stands for two contents.
 
     What the scheduler half looks up, loads, stores or touches for a request is the key of a full chunk of it. Whoever
-    stores under a key has the same tokens up to the chunk's end, and the same salt, as all who did so before.
+    stores under a key has the same tokens up to the chunk's end (in a draft group one more), and the same salt, as all
+    who did so before.
 
     Does not check what outlives the process (the fingerprint's tests do), nor LoRA and multimodal inputs, which vLLM
     mixes into the hashes as it does the salt.
@@ -96,6 +98,7 @@ class D5OwnKeys(Checker):
     def _offer(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         request, ends = self._own("prepare_stores", keys, ctx)
         for key, end in zip(keys, ends, strict=True):
+            end += self._chunks.tokens_ahead[split_offload_key(key)[1]] > 0
             content = hash((request.cache_salt, tuple(request.all_token_ids[:end])))
             if self._contents.setdefault(key, content) != content:
                 raise self.broken(f"the chunk up to token {end} has the key of another content", ctx.req_id)
@@ -105,7 +108,8 @@ class V3PartialStores(Checker):
     """A declined range leaves no hole, and is offered again only after progress, a bounded number of times.
 
     Since its last (re)start a request's offers follow on one another: each begins where what was taken so far ends, or
-    before, but for what has left its window meanwhile, or leaves it before the next step. One that begins where an
+    before, but for what has left its window meanwhile, or leaves it before the next step, and what a draft group has
+    from a device hit, where vLLM may have given it another request's slot. One that begins where an
     earlier one was declined reaches farther, unless it is the request's last. After `max_store_offers` declined offers
     there are no more. With several KV groups a place is a stride, the least common multiple of their chunks.
 
@@ -184,9 +188,11 @@ class V3PartialStores(Checker):
             raise self.broken(f"chunks up to {declined[-1] - 1} offered again without progress", req_id)
 
     def _is_over(self, req_id: str, place: int, group: int) -> bool:
-        """Whether vLLM holds a group's blocks of this place no more, or gives one up to compute the next token."""
+        """Whether a group's blocks of this place are no more, or are given up to compute the next token, or are not sure."""
         request, null = self.sim.live[req_id], self.sim.pool.null_block.block_id
         tokens, begin = self.sim.config.block_tokens(group), place * self._stride
+        if self.sim.config.groups[group].draft and begin < self._local.get(req_id, 0):
+            return True
         table = self.sim.scheduler.kv_cache_manager.get_block_ids(req_id)[group]
         blocks = table[begin // tokens : (begin + self._stride) // tokens]
         return (
