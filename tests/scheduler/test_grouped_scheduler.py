@@ -1,6 +1,9 @@
 """Lookups of a model with a full and a sliding-window group, against a manager that records every call."""
 
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from vllm_tiered_offload.contract.jobs import LookupResult, PreparedLoad
 from vllm_tiered_offload.contract.keys import OffloadKey, make_offload_key
@@ -11,6 +14,7 @@ from vllm_tiered_offload.settings import Settings
 from .harness import BLOCK, Half, Request
 
 FULL, WINDOW = GroupShape(BLOCK, BLOCK, BLOCK, 0), GroupShape(BLOCK, BLOCK, BLOCK, 1, window=9)
+DRAFT = GroupShape(BLOCK, BLOCK, BLOCK, 1, reads_next_token=True)
 PROMPT = 12 * BLOCK + 1
 
 
@@ -106,6 +110,31 @@ def test_a_row_that_went_meanwhile_is_no_hit() -> None:
     half.manager.prepare_load = one_less  # type: ignore[method-assign]
     assert half.ask(request) == (0, False)
     assert half.manager.loading == 0
+
+
+def test_a_hit_ends_where_the_drafts_have_keys() -> None:
+    """12 chunks and one token: the last of them has no key in the draft group. Of 10 chunks there is one hit more.
+
+    Fails when a hit may end a hash earlier or later.
+    """
+    half = GroupedHalf(FULL, DRAFT)
+    request = half.add("a", PROMPT)
+    half.manager.resident.update(keys_of(request, 0, range(12)), keys_of(request, 1, range(1, 12)))
+    assert half.ask(request) == (11 * BLOCK, True)
+    half.manager.resident.difference_update(keys_of(request, 1, range(10, 11)))
+    assert half.ask(request) == (9 * BLOCK, True)
+    half.step()
+
+
+@pytest.mark.parametrize("num_tokens", [1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK])
+@pytest.mark.parametrize("shapes", [(FULL, DRAFT), (replace(DRAFT, group_idx=0),)], ids=["beside", "alone"])
+def test_short_prompts_have_no_keys_of_drafts(shapes: tuple[GroupShape, ...], num_tokens: int) -> None:
+    """Up to two blocks of tokens there is no more than one chunk with a key, and before that nobody is asked."""
+    half = GroupedHalf(*shapes)
+    request = half.add("a", num_tokens)
+    assert half.ask(request) == (0, False)
+    assert half.manager.of("a") == ["on_new_request", *["lookup"] * (num_tokens == 2 * BLOCK)]
+    half.inner.update_state_after_alloc(request, ([], []), 0)
 
 
 def test_what_a_hit_uses_is_touched_in_prefix_order() -> None:

@@ -1,6 +1,7 @@
 """What a hit needs of each KV group: lookup, store mask and vLLM's own allocation agree."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import lcm
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,10 @@ from vllm_tiered_offload.scheduler.groups import (
     window_start,
 )
 from vllm_tiered_offload.scheduler.lookup_planner import ChunkRange
+from vllm_tiered_offload.scheduler.request_state import ChunkKeys
 from vllm_tiered_offload.scheduler.views import GroupShape
 
-from .harness import Block
+from .harness import Block, Request
 
 
 def full(block: int = 4, per_chunk: int = 1, group: int = 0) -> GroupShape:
@@ -216,6 +218,58 @@ def test_a_state_at_another_place_is_not_stored(hashed_tokens: int | None) -> No
     assert kept is not None
     assert (kept.first_sub_block, [block.block_id for block in kept.blocks]) == (1, [7])
     assert plan_chunk(shape, 0, 8, table) is None
+
+
+@pytest.mark.parametrize("local_tokens", [0, 8, 9, 16, 40])
+def test_drafts_of_a_device_hit_are_not_stored(local_tokens: int) -> None:
+    """Chunk 1 has tokens 8 to 15, of which a window of 5 leaves block 3: what is stored of it has to be its own.
+
+    Fails when the chunk's start counts instead of the first block that is stored, and when other groups are left out.
+    """
+    table = [Block(index) for index in range(1, 5)]
+    whole, tail = (
+        replace(full(per_chunk=2), reads_next_token=True),
+        replace(sliding(5, per_chunk=2), reads_next_token=True),
+    )
+    assert (plan_chunk(whole, 1, 8, table, local_tokens) is not None) == (local_tokens <= 8)
+    assert (plan_chunk(tail, 1, 8, table, local_tokens) is not None) == (local_tokens <= 12)
+    assert plan_chunk(full(per_chunk=2), 1, 8, table, local_tokens) is not None
+
+
+def test_the_key_of_a_draft_chunk_covers_the_next_token() -> None:
+    """Prompts that are equal up to the end of a chunk and differ right behind it share it with plain layers, not with
+    those that read the next token. A chunk of these has no key before the hash that follows it is there.
+
+    Fails when the key is made of the hash at the chunk's end.
+    """
+    plain, drafts = full(per_chunk=2), replace(full(per_chunk=2), reads_next_token=True)
+    one, other = (Request("r", [*range(16), *rest], 24) for rest in ([7] * 5, [8] * 5))
+    assert ChunkKeys(one, 0, plain).upto(2) == ChunkKeys(other, 0, plain).upto(2)
+    mine, theirs = ChunkKeys(one, 0, drafts), ChunkKeys(other, 0, drafts)
+    assert [a == b for a, b in zip(mine.upto(9), theirs.upto(9), strict=True)] == [True, False]
+    assert mine.anew(0, 9) == mine.slice(0, 9)
+    for known, keys in ((20, 2), (19, 1), (12, 1), (11, 0), (0, 0)):
+        assert len(ChunkKeys(Request("r", list(range(known)), known), 0, drafts).upto(9)) == keys
+
+
+def test_a_session_forgets_the_keys_behind_its_fork() -> None:
+    """The first token behind chunk 1 is another one now: its key is, too, and that of chunk 0 stands."""
+    request = Request("r", list(range(24)), 24)
+    keys = ChunkKeys(request, 0, replace(full(per_chunk=2), reads_next_token=True))
+    before = list(keys.upto(2))
+    del request.tokens[16:], request.block_hashes[4:]
+    assert keys.upto(2) == before[:1]
+    request.tokens += [1, 2, 3, 4]
+    request.hash_blocks()
+    assert len(keys.upto(2)) == 2
+    assert (keys.upto(2)[0], keys.upto(2)[1] != before[1]) == (before[0], True)
+
+
+def test_one_group_of_drafts_makes_all_wait_for_the_next_hash() -> None:
+    assert stride_of([full(), sliding(5, per_chunk=3)]).tokens_ahead == 0
+    assert stride_of([full(), replace(sliding(5, per_chunk=3), reads_next_token=True)]) == GroupShape(
+        12, 12, 4, reads_next_token=True
+    )
 
 
 def test_chunks_of_a_group_share_a_transfer_unless_their_front_is_left_out() -> None:

@@ -17,7 +17,7 @@ from vllm_tiered_offload.testing.simulator.config import (
 )
 from vllm_tiered_offload.testing.simulator.episodes import run_episode
 
-FULL, WINDOW, STATE = SimGroup(), SimGroup(window=9), SimGroup(recurrent=True)
+FULL, WINDOW, STATE, DRAFT = SimGroup(), SimGroup(window=9), SimGroup(recurrent=True), SimGroup(draft=True)
 ROOMY = SimConfig(num_blocks=60, token_budget=16)
 
 
@@ -311,3 +311,62 @@ def test_random_episode_on_ranks_that_hold_the_same() -> None:
     totals, failure = run_episode(5, 1, config, steps=150)
     assert failure is None, str(failure)
     assert totals.events["load"] > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("groups", [(FULL, DRAFT), (DRAFT,)], ids=described)
+def test_prompts_that_fork_behind_a_chunk_have_their_own_drafts(
+    simulate: Any, groups: tuple[SimGroup, ...], depth: int
+) -> None:
+    """Two prompts have the same first 16 tokens and another one next, which the draft layers' slot 15 depends on.
+
+    Fails (d5) when a chunk of draft layers has the hash at its end as its key.
+    """
+    sim = simulate(num_blocks=60, groups=groups, depth=depth)
+    prompts = [[*tokens(16), *tokens(9, seed)] for seed in (1, 2)]
+    first = [run_one(sim, prompt, 4) for prompt in prompts]
+    push_out(sim)
+    for number, prompt in enumerate(prompts):
+        assert started_at(sim, prompt, f"again{number}") == 20
+        sim.run_until_idle()
+        assert sim.outputs[f"again{number}"][:4] == sim.outputs[first[number]]
+    sim.converge()
+
+
+def test_a_hit_ends_a_block_before_what_is_not_known_yet(simulate: Any) -> None:
+    """Of a prompt of 33 tokens the draft layers' last full block has no key: token 32 is known, and its block is not.
+
+    The request that computed it went on, and stored it under its own continuation.
+    """
+    sim = simulate(num_blocks=60, groups=(FULL, DRAFT))
+    run_one(sim, tokens(33), 8)
+    push_out(sim)
+    assert started_at(sim, tokens(33), "again") == 28
+    sim.converge()
+
+
+@pytest.mark.parametrize("groups", [(FULL, DRAFT), (DRAFT,)], ids=described)
+@pytest.mark.parametrize("fields", [{"blocks_per_chunk": 4}, {"tiers": 1, "request_level": True}], ids=str)
+def test_drafts_of_a_device_hit_are_not_stored(
+    simulate: Any, groups: tuple[SimGroup, ...], fields: dict[str, Any]
+) -> None:
+    """`c` and `a` fork behind token 8, so vLLM has two blocks with one hash, and gives `d`, which goes on where `a`
+    ended, the one of `c`: its last slot of draft layers has seen another token. What `d` loads later is right still.
+
+    Fails (d1) when blocks of a device hit are stored like those that were computed.
+    """
+    sim = simulate(num_blocks=60, groups=groups, **fields)
+    common = tokens(8)
+    for req_id, rest in (("c", tokens(5, 1)), ("a", tokens(9, 2))):
+        sim.add_request([*common, *rest], 1, req_id, {"max_offload_tokens": 0})
+        sim.run_until_idle()
+    longer = [*common, *tokens(9, 2), *tokens(20, 3)]
+    started_at(sim, longer, "d")
+    assert sim.runner.sequences["d"].device_hit == 12
+    blocks = sim.scheduler.kv_cache_manager.get_block_ids("d")[-1]
+    wrong = sim.runner.groups[-1].block(blocks[1]) != sim.runner.expected("d", 4, 8, len(groups) - 1)
+    assert wrong.any(axis=(0, 1, 3)).tolist() == [False, False, False, True]
+    sim.run_until_idle()
+    push_out(sim)
+    run_one(sim, longer, 1, "again")
+    sim.converge()

@@ -195,6 +195,18 @@ def test_a_chunk_of_several_blocks_names_each_of_them() -> None:
         describe_chunk({0: shape()}, r, 0, 2)
 
 
+def test_drafts_are_named_by_the_blocks_that_they_are_of() -> None:
+    """Their keys reach farther than the chunk; what is told is what the device would tell of these blocks."""
+    from dataclasses import replace
+
+    from vllm_tiered_offload.connector.events import describe_chunk
+
+    r = request(20)
+    told_of = describe_chunk({0: replace(shape(), reads_next_token=True)}, r, 0, 1)
+    assert told_of == describe_chunk({0: shape()}, r, 0, 1)
+    assert told_of.token_ids.tolist() == list(range(8, 16))
+
+
 def test_lora_and_salt_are_told() -> None:
     from vllm_tiered_offload.connector.events import describe_chunk
 

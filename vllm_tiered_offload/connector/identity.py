@@ -53,7 +53,7 @@ def fingerprint_of(vllm_config: Any, kv_cache_config: KVCacheConfig, blocks_per_
 
 
 def _draft_model(vllm_config: Any) -> list[list[Any]]:
-    """The model that wrote the slots of draft layers, which are cached as all others are; nothing where there is none."""
+    """The model that writes the slots of draft layers, which are cached as all others are; [] where there is none."""
     speculation = vllm_config.speculative_config
     if speculation is None or not (speculation.use_eagle() or speculation.uses_draft_model()):
         return []

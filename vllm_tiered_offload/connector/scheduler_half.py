@@ -63,6 +63,12 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Of
             "chunk's end, and only those bring anything back; set it to 1",
             settings.blocks_per_chunk,
         )
+    if settings.blocks_per_chunk > 1 and any(shape.reads_next_token for shape in shapes):
+        logger.warning(
+            "blocks_per_chunk is %d and a draft model's layers are cached: a chunk that begins in what a request found "
+            "on the device is stored only once it was computed as a whole; set it to 1",
+            settings.blocks_per_chunk,
+        )
     role = Role(stores=transfer.is_kv_producer, loads=transfer.is_kv_consumer)
     ledger = event_ledger(manager, shapes) if events else None
     first = shapes[0]

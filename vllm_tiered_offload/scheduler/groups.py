@@ -1,4 +1,4 @@
-"""Models whose KV cache is not one plain full-attention group: what a hit needs of each group. Pure functions of plain data.
+"""Models whose KV cache is not one plain full-attention group: what a hit needs of each. Pure functions of plain data.
 
 Rules.
  - A prefix hit ends where every group has a chunk's end: at a multiple of the *stride*, the least common multiple of

@@ -4,8 +4,9 @@
     word(p, rank, layer, i) = h(p) * odd(rank, layer, i) + salt(rank, layer, i)      what is stored
 
 `h` depends on every token up to p, so a slot that moved, that belongs to another prefix or that was written by older
-weights differs. A slot of a draft model's layers holds the word of h(p + 1): it depends on the next token as well. The multipliers are odd (a bijection), so two slots are equal only if their `h` are, and the salts keep
-ranks and layers apart. `POISON` fills freshly allocated blocks: a slot that no forward pass has written.
+weights differs. A slot of a draft model's layers holds the word of h(p + 1): it depends on the next token as well. The
+multipliers are odd (a bijection), so two slots are equal only if their `h` are, and the salts keep ranks and layers
+apart. `POISON` fills freshly allocated blocks: a slot that no forward pass has written.
 """
 
 from collections.abc import Iterable

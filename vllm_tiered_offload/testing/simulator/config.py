@@ -157,7 +157,8 @@ class SimConfig:
             for one in self.groups
         ]
         return "+".join(
-            f"{kind}{'=' * one.replicated}{'+1' * one.draft}x{one.block_factor}" for kind, one in zip(kinds, self.groups, strict=True)
+            f"{kind}{'=' * one.replicated}{'+1' * one.draft}x{one.block_factor}"
+            for kind, one in zip(kinds, self.groups, strict=True)
         )
 
 

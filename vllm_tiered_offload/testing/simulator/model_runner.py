@@ -95,13 +95,13 @@ class SimModelRunner:
     def update_states(self, output: Any, device_hits: Mapping[str, int]) -> None:
         """Take over what the scheduler says of new, continued and resumed requests.
 
-        `device_hits`: tokens that requests which (re)start found on the device; all that they found where it says nothing.
+        `device_hits`: tokens that requests which (re)start found on the device; where it says nothing, all they have.
         """
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids or new.prompt_token_ids
             hit = device_hits.get(new.req_id, new.num_computed_tokens)
-            blocks = [list(ids) for ids in new.block_ids]
-            self.sequences[new.req_id] = Sequence(new.req_id, list(tokens), blocks, hit, self.epoch)
+            tables = [list(ids) for ids in new.block_ids]
+            self.sequences[new.req_id] = Sequence(new.req_id, list(tokens), tables, hit, self.epoch)
         cached = output.scheduled_cached_reqs
         for i, req_id in enumerate(cached.req_ids):
             sequence = self.sequences[req_id]

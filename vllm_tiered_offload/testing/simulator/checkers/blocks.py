@@ -118,7 +118,7 @@ class D1WrittenSlots(Checker):
             )
 
 
-class D5LoadedBytes(Checker):
+class LoadedBytes(Checker):
     """What a load brought is what the request's own tokens give, to the last slot: also where the layers keep what
     depends on the next token, and vLLM's own cache would hand out another request's slot.
 
@@ -127,12 +127,12 @@ class D5LoadedBytes(Checker):
     Does not check loads of other connectors, nor blocks that no hit reads (they are not loaded).
     """
 
-    name = "d5"
+    name = "bytes"
 
     def __init__(self, sim: "Simulation") -> None:
         super().__init__(sim)
         self._acks = AckCounter(sim.config.ranks)
-        self._loads: dict[int, tuple[DeviceJob, Any, list[list[int]]]] = {}  # its request, and the block tables then
+        self._loads: dict[int, tuple[DeviceJob, Any, list[list[int]]]] = {}  # with the request and its block tables
 
     def scheduled(self, step: "Step") -> None:
         for job in step.message.loads:
@@ -143,8 +143,9 @@ class D5LoadedBytes(Checker):
 
     def reported(self, step: "Step") -> None:
         for job_id, error in self._acks.count(step):
-            job, request, tables = self._loads.pop(job_id, (None, None, []))
-            if job is not None and error is None:
+            load = self._loads.pop(job_id, None)
+            if load is not None and error is None:
+                job, request, tables = load
                 self._check(job, list(request.all_token_ids), tables)
 
     def _check(self, job: DeviceJob, tokens: list[int], tables: list[list[int]]) -> None:
