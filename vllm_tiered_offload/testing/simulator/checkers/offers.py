@@ -188,7 +188,7 @@ class V3PartialStores(Checker):
             raise self.broken(f"chunks up to {declined[-1] - 1} offered again without progress", req_id)
 
     def _is_over(self, req_id: str, place: int, group: int) -> bool:
-        """Whether a group's blocks of this place are gone, or go when the next token is computed, or are of a device hit."""
+        """Whether a group's blocks of this place are gone, go when the next token is computed, or are a device hit."""
         request, null = self.sim.live[req_id], self.sim.pool.null_block.block_id
         tokens, begin = self.sim.config.block_tokens(group), place * self._stride
         if self.sim.config.groups[group].draft and begin < self._local.get(req_id, 0):
