@@ -32,6 +32,7 @@ MISSING = "missing"
 HANDED = (
     ("vllm.config", "LoadConfig"),
     ("vllm.config", "KVEventsConfig"),
+    ("vllm.config", "SpeculativeConfig"),
     ("vllm.distributed.parallel_state", "GroupCoordinator"),
     ("vllm.lora.request", "LoRARequest"),
     ("vllm.v1.core.block_pool", "BlockPool"),
