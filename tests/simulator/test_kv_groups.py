@@ -11,6 +11,7 @@ from vllm_tiered_offload.testing.simulator.config import (
     ALL_PINS,
     BESIDE_A_NEIGHBOUR,
     LATENT,
+    ONE_GROUP,
     SEVERAL_GROUPS,
     SimConfig,
     SimGroup,
@@ -370,3 +371,22 @@ def test_drafts_of_a_device_hit_are_not_stored(
     push_out(sim)
     run_one(sim, longer, 1, "again")
     sim.converge()
+
+
+SPECULATIVE = [groups for groups in (ONE_GROUP, *SEVERAL_GROUPS) if not any(one.recurrent for one in groups)]
+
+
+@pytest.mark.parametrize("groups", SPECULATIVE, ids=described)
+@pytest.mark.parametrize(("depth", "blocks_per_chunk"), [(1, 1), (2, 1), (2, 2)])
+def test_random_episode_with_speculative_decoding(
+    groups: tuple[SimGroup, ...], depth: int, blocks_per_chunk: int
+) -> None:
+    """One guess of four is rejected, and its slots and those behind hold nothing of use (D1).
+
+    Failed (bytes) when the wrong slots were not written again, and when sessions went on behind guesses that vLLM
+    counts as computed.
+    """
+    config = replace(ROOMY, groups=groups, depth=depth, blocks_per_chunk=blocks_per_chunk, speculative_tokens=3)
+    totals, failure = run_episode(13, depth, config, steps=120)
+    assert failure is None, str(failure)
+    assert totals.events["load"] > 0

@@ -82,6 +82,7 @@ class SchedulerHalf:
 
     def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig) -> None:
         self.inner = build_scheduler_half(vllm_config, kv_cache_config)
+        self._speculates = vllm_config.speculative_config is not None
         self._event_writer = EventWriter(kv_cache_config) if self.inner is not None else None
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -90,8 +91,7 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         if self.inner is not None:
-            skip = not has_true_hashes(request, self.inner.reads_next_token)
-            self.inner.on_new_request(request, skip=skip)
+            self.inner.on_new_request(request, skip=not has_true_hashes(request, self._speculates))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.inner is None:

@@ -65,13 +65,14 @@ def was_aborted(request: Request) -> bool:
     return request.status not in _STOPPED
 
 
-def has_true_hashes(request: Request, has_drafts: bool) -> bool:
+def has_true_hashes(request: Request, speculates: bool) -> bool:
     """Whether the request's block hashes will always be those of what its blocks hold (D5).
 
     A session that gets more input replaces its last token, which was never computed; but what a draft model's layers
-    keep for the token before depends on it, and is not written again.
+    keep for the token before depends on it, and is not written again. And where an answer ended in the middle of
+    accepted guesses, vLLM 0.32 counts those behind the end as computed: new tokens get their slots.
     """
-    return not request.resumable or (SESSIONS_KEEP_TRUE_HASHES and not has_drafts)
+    return not request.resumable or (SESSIONS_KEEP_TRUE_HASHES and not speculates)
 
 
 def step_view(output: SchedulerOutput) -> StepView:

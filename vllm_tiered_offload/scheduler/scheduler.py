@@ -707,11 +707,6 @@ class OffloadingConnectorScheduler:
         return self._events.announce(self._manager.take_events()) if self._events is not None else []
 
     @property
-    def reads_next_token(self) -> bool:
-        """Whether some layers keep for a token what depends on the token after it."""
-        return self._shape.reads_next_token
-
-    @property
     def num_pinned_blocks(self) -> int:
         """Device blocks that stores in flight or final stores hold."""
         return self._pins.num_blocks

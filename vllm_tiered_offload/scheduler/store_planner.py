@@ -15,11 +15,11 @@ scheduled step since the request's last (re)start.
 With speculative decoding a step also has draft tokens, and what it writes behind the first that is rejected is of no
 use: vLLM takes num_computed_tokens back when the step's output arrives, with async scheduling one step after the next
 was scheduled behind it. So `written_tokens` may be too high by the drafts in flight; what caps it then is that only
-known tokens are hashed and counted in num_tokens. The last known token was sampled behind the last accepted one, and its
-slot is written by the step after, where it comes first. Hence of a step that is scheduled with num_tokens known tokens
-all slots before num_tokens are right once it has run, whatever becomes of its drafts, and so are those of a finished
-request up to num_tokens - 1. A draft model's own slots are written in the same step, when it has sampled, and before
-vLLM asks for what is to be saved.
+known tokens are hashed and counted in num_tokens. The last known token was sampled behind the last accepted one, and
+its slot is written by the step after, where it comes first. Hence of a step that is scheduled with num_tokens known
+tokens all slots before num_tokens are right once it has run, whatever becomes of its drafts, and so are those of a
+finished request up to num_tokens - 1. A draft model's own slots are written in the same step, when it has sampled, and
+before vLLM asks for what is to be saved.
 """
 
 from collections.abc import Sequence

@@ -22,6 +22,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.utils.hashing import sha256
@@ -124,10 +125,26 @@ def vllm_config(config: SimConfig, world: str) -> VllmConfig:
     built.cache_config.num_gpu_blocks = config.num_blocks
     if any(group.recurrent for group in config.groups):
         built.cache_config.mamba_cache_mode = "align"  # as vLLM chooses it for such a model
+    if config.speculative_tokens:
+        built.speculative_config = _speculation(config, built)
     # Set afterwards: the CPU platform turns async scheduling off, while the scheduler's logic does not depend on it.
     built.scheduler_config.async_scheduling = config.depth > 1
     built.scheduler_config.scheduler_reserve_full_isl = False  # else a full pool admits nobody, and nobody is preempted
     return built
+
+
+def _speculation(config: SimConfig, built: VllmConfig) -> SpeculativeConfig:
+    """As if there were a draft model, which vLLM would want to see; the scheduler asks how many tokens it guesses."""
+    made = SpeculativeConfig(
+        method="ngram",
+        prompt_lookup_max=2,
+        num_speculative_tokens=config.speculative_tokens,
+        target_model_config=built.model_config,
+        target_parallel_config=built.parallel_config,
+    )
+    if any(group.draft for group in config.groups):
+        made.method = "eagle"
+    return made
 
 
 def for_rank(built: VllmConfig, rank: int) -> VllmConfig:

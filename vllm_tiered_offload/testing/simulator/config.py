@@ -55,6 +55,7 @@ class SimConfig:
     ranks: int = 1
     layers: int = 2  # of each KV group; the groups' layers share the same tensors
     groups: tuple[SimGroup, ...] = (SimGroup(),)
+    speculative_tokens: int = 0  # guesses a step, with groups that have slots
     token_budget: int = 16
     max_num_seqs: int = 6
     max_model_len: int = 512
@@ -145,7 +146,7 @@ class SimConfig:
         neighbour = f"{self.neighbour}{'<' if self.neighbour_first else '>'}" if self.neighbour else "none"
         return (
             f"depth={self.depth} block={self.block_size} blocks={self.num_blocks} ranks={self.ranks} "
-            f"groups={self._describe_groups()} "
+            f"groups={self._describe_groups()} guesses={self.speculative_tokens} "
             f"chunk={self.blocks_per_chunk} rows={self.cpu_chunks} tiers={self.tiers}{'+' * self.request_level} "
             f"policy={self.policy} prompt_only={self.offload_prompt_only} neighbour={neighbour} {self.lifecycle} "
             f"saves {self.saves}"
@@ -198,11 +199,13 @@ def rotation() -> Iterator[SimConfig]:
         several = step % 10 == 2 or step % 20 in (6, 13)
         choice = SEVERAL_GROUPS if step % 10 == 2 else BESIDE_A_NEIGHBOUR
         groups = choice[step // 10 % len(choice)] if several else (ONE_GROUP, LATENT)[step % 8 == 3]
+        has_slots = not any(group.recurrent for group in groups)
         yield SimConfig(
             depth=depth,
             block_size=block_size,
             num_blocks=num_blocks * len(groups),
             groups=groups,
+            speculative_tokens=3 * (has_slots and step % 3 == 1),
             ranks=2 if step % 4 == 3 else 1,
             blocks_per_chunk=chunk,
             cpu_chunks=rows * len(groups),

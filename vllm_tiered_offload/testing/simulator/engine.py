@@ -11,7 +11,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from vllm_tiered_offload.connector.overrides import Overrides, use_overrides
@@ -152,9 +152,9 @@ class Simulation:
 
     @property
     def sessions_are_sound(self) -> bool:
-        """Where they are not, vLLM's own device cache can serve wrong bytes: of another content, or of a draft model's
-        layers the slot before the token that a session replaced when it went on."""
-        return SESSIONS_KEEP_TRUE_HASHES and not any(group.draft for group in self.config.groups)
+        """Where they are not, vLLM's own device cache can serve wrong bytes (see `has_true_hashes`)."""
+        speculates = self.config.speculative_tokens or any(group.draft for group in self.config.groups)
+        return SESSIONS_KEEP_TRUE_HASHES and not speculates
 
     @property
     def connector(self) -> Any:
@@ -443,6 +443,9 @@ class Simulation:
         aborts, self._aborts = self._aborts, []
         self._abort_now(aborts)
         outputs = self.scheduler.update_from_output(step.output, step.result)
+        if self.config.speculative_tokens and self.config.depth == 1:  # else they stay with the workers
+            guesses = self.runner.guesses(step.result.req_ids)
+            self.scheduler.update_draft_token_ids(DraftTokenIds(list(guesses), list(guesses.values())))
         for output in (one for client in outputs.values() for one in client.outputs):
             self.outputs[output.request_id] += output.new_token_ids
             if output.finish_reason is not None and self._is_over(output.request_id):

@@ -10,6 +10,10 @@ hit, the last slot of each of them may be that of another request, with the same
 next. (vLLM drops the last block that it finds; a block in the middle may be the wrong one of two with one hash.) What a
 load brought is never excused.
 
+With speculative decoding a step has the last guesses as its last tokens, and samples at each until one was wrong. What
+it writes behind that is spoilt here, and so is the room of a draft model's further guesses. With two batches in flight
+the scheduler counts all guesses as right until it hears of the output; where a request really is, its tokens say.
+
 Like vLLM's runner it keeps its own block tables and token lists, fed by the scheduler's outputs alone.
 """
 
@@ -23,6 +27,7 @@ from vllm_tiered_offload.testing.simulator import chain
 from vllm_tiered_offload.testing.simulator.config import SimConfig
 from vllm_tiered_offload.testing.simulator.group_memory import GroupMemory
 from vllm_tiered_offload.testing.simulator.recurrent import StateMemory
+from vllm_tiered_offload.testing.simulator.speculation import guesses
 from vllm_tiered_offload.testing.simulator.story import Story
 
 if TYPE_CHECKING:
@@ -41,6 +46,7 @@ class Sequence:
     blocks: list[list[int]]  # device block of each block position, by KV group
     device_hit: int  # tokens whose blocks it took over when it (re)started
     epoch: int  # weights that `values` and `want` were computed with
+    guesses: list[int] = field(default_factory=list)  # what may follow `tokens`
     values: list[int] = field(default_factory=list)  # chain value per position, a prefix of `tokens`
     want: list[chain.Words] = field(
         default_factory=list
@@ -121,10 +127,15 @@ class SimModelRunner:
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        guessed = output.scheduled_spec_decode_tokens
         return {
-            req_id: self._run(self.sequences[req_id], computed[req_id], count)
+            req_id: self._run(self.sequences[req_id], computed[req_id], count, len(guessed.get(req_id, ())))
             for req_id, count in output.num_scheduled_tokens.items()
         }
+
+    def guesses(self, req_ids: Iterable[str]) -> dict[str, list[int]]:
+        """What may follow the tokens of these requests."""
+        return {req_id: self.sequences[req_id].guesses for req_id in req_ids if req_id in self.sequences}
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """These requests finished."""
@@ -149,22 +160,36 @@ class SimModelRunner:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _run(self, sequence: Sequence, start: int, count: int) -> list[int]:
-        end = start + count
+    def _run(self, sequence: Sequence, start: int, count: int, num_guesses: int) -> list[int]:
+        """One step of `count` tokens, the last of which are guesses; what it sampled."""
+        start = min(start, len(sequence.tokens) - 1)
+        end = start + count - num_guesses
         reach = min(len(ids) * group.block_tokens for ids, group in zip(sequence.blocks, self.groups, strict=True))
         if len(sequence.tokens) < end or reach < end:
             raise self._story.violation(
                 "runner", f"scheduled up to {end}: {len(sequence.tokens)} tokens, blocks {sequence.blocks}",
                 sequence.req_id,
             )  # fmt: skip
-        sampled = []
-        if end == len(sequence.tokens):
-            sampled.append(chain.sample(self._values(sequence, end)[end - 1]))
-            sequence.tokens += sampled
-        want = self._want(sequence, end)
+        sampled = self._sample(sequence, num_guesses) if end == len(sequence.tokens) else []
+        right = end + max(len(sampled) - 1, 0)
+        want = self._want(sequence, right)
         for group, blocks, words in zip(self.groups, sequence.blocks, want, strict=True):
             self._check(sequence, group, blocks, words, group.read_by(start))
-            self._write(sequence, group, blocks, words, group.written_by(start, end))
+            self._write(sequence, group, blocks, words, group.written_by(start, right))
+            further = self.config.speculative_tokens * group.ahead
+            self._spoil(sequence, group, blocks, range(right, start + count + further))
+        return sampled
+
+    def _sample(self, sequence: Sequence, num_guesses: int) -> list[int]:
+        """The next token, and for as long as it was guessed the one after it; then what may follow is guessed."""
+        sampled: list[int] = []
+        for guess in (*sequence.guesses[:num_guesses], None):
+            value = self._values(sequence, len(sequence.tokens))[-1]
+            sampled.append(chain.sample(value))
+            sequence.tokens.append(sampled[-1])
+            if sampled[-1] != guess:
+                break
+        sequence.guesses = guesses(value, sampled[-1], self.config.speculative_tokens, self.epoch)
         return sampled
 
     def _check(
@@ -209,6 +234,15 @@ class SimModelRunner:
         touched = blocks[written.start // size : -(-written.stop // size)]
         self.before_write(sequence.req_id, touched, lambda: not (group.slots[:, :, slots] == new).all())
         group.slots[:, :, slots] = new
+
+    def _spoil(self, sequence: Sequence, group: GroupMemory, blocks: list[int], written: range) -> None:
+        """Slots of tokens that were guessed wrong, as far as there are blocks."""
+        size = group.block_tokens
+        written = range(written.start, min(written.stop, len(blocks) * size))
+        if written:
+            touched = blocks[written.start // size : -(-written.stop // size)]
+            self.before_write(sequence.req_id, touched, lambda: True)
+            group.slots[:, :, group.slots_of(blocks, written)] = chain.POISON
 
     def _values(self, sequence: Sequence, end: int) -> list[int]:
         """The chain values of all its tokens, of which there are `end` at least; with the words that go with them."""
