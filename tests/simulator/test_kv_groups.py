@@ -373,11 +373,11 @@ def test_drafts_of_a_device_hit_are_not_stored(
     sim.converge()
 
 
-SPECULATIVE = [groups for groups in (ONE_GROUP, *SEVERAL_GROUPS) if not any(one.recurrent for one in groups)]
+SPECULATIVE = [ONE_GROUP, (FULL, WINDOW), *(groups for groups in SEVERAL_GROUPS if any(one.draft for one in groups))]
 
 
 @pytest.mark.parametrize("groups", SPECULATIVE, ids=described)
-@pytest.mark.parametrize(("depth", "blocks_per_chunk"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("depth", "blocks_per_chunk"), [(1, 1), (2, 2)])
 def test_random_episode_with_speculative_decoding(
     groups: tuple[SimGroup, ...], depth: int, blocks_per_chunk: int
 ) -> None:
