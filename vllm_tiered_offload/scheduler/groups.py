@@ -17,7 +17,8 @@ Rules.
    A chunk without its key is none: strides are stored, and hits end, where every group's chunks have theirs.
  - What vLLM's own prefix cache hands out of such a group may end, at each block's end, with the slot of a request that
    went another way, since vLLM finds blocks by the hash at their end (it costs drafts, not answers). A request
-   therefore stores of them only what it computed or loaded, never the blocks of its device hit.
+   therefore stores of them only what it computed or loaded, never the blocks of its device hit. (What it computed is
+   right as far as vLLM gives its drafts the right tokens, see docs/decisions.md.)
  - Which blocks vLLM holds after a hit follows from the same `first_needed`: lookup, store and allocation agree.
 """
 

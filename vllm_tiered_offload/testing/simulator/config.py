@@ -180,7 +180,7 @@ SEVERAL_GROUPS = (
     (SimGroup(), SimGroup(draft=True)),
     (SimGroup(draft=True),),
     (SimGroup(window=9), SimGroup(draft=True)),
-    (SimGroup(), SimGroup(window=13, draft=True)),
+    (SimGroup(), SimGroup(window=14, draft=True)),
     (SimGroup(block_factor=2), SimGroup(draft=True)),
     (SimGroup(), SimGroup(draft=True, block_factor=2)),
 )
