@@ -43,11 +43,11 @@ _SOURCES = {
 def build_scheduler_half(vllm_config: Any, kv_cache_config: KVCacheConfig) -> OffloadingConnectorScheduler | None:
     """The scheduler half, or None (said once) where this model is served without offloading."""
     settings = parse_settings(vllm_config)
-    warn_once_at_start(vllm_config)
     reason = why_not_offloadable(vllm_config, kv_cache_config)
     if reason is not None:
         logger.warning("nothing is offloaded: %s", reason)
         return None
+    warn_once_at_start(vllm_config)
     transfer = vllm_config.kv_transfer_config
     overrides = current_overrides()
     clock = overrides.clock or monotonic

@@ -117,7 +117,10 @@ def why_not_offloadable(vllm_config: Any, kv_cache_config: KVCacheConfig) -> str
         and _any_latent(groups.values())
     ):
         # Its reference kernels give other answers behind a prefix than for the whole prompt (0.32, float32).
-        return "vLLM's CPU backend has no prefix caching for MLA without AMX: its attention cannot go on from a prefix"
+        return (
+            "vLLM's CPU backend has no prefix caching for MLA here, and without it its attention cannot go on from a "
+            "prefix: a CPU with AMX has it, and VLLM_MLA_DISABLE=1 keeps keys and values per head, which are offloaded"
+        )
     return None
 
 
