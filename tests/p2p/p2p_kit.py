@@ -108,8 +108,8 @@ class Serving:
         assert self.server.port is not None
         return self.server.port
 
-    def put(self, keys: Sequence[OffloadKey]) -> None:
-        self.memory.put(keys)
+    def put(self, keys: Sequence[OffloadKey], salt: str = "") -> None:
+        self.memory.put(keys, salt)
         self.shared.update(keys)
 
     def close(self) -> None:

@@ -300,8 +300,8 @@ def ready_to_read(world: World, count: int = 3) -> dict[OffloadKey, Source]:
 def test_rows_that_were_read_count_when_confirmed_and_checked() -> None:
     """Two questions to the owner a batch: it hears of the read when it begins, and confirms when it is over. Its proofs
     come when they come. Made to fail by counting rows that are right and not confirmed."""
-    world = World(read_window=8)
-    reading, read = world.pull(ready_to_read(world))
+    world = World(read_window=4)
+    read, reading = world.pull(ready_to_read(world))
     assert reading == Say(A, Reading(1, 1, EPOCH, (0, 1, 2)))
     assert isinstance(read, Read)
     assert [wanted.row for wanted in read.rows] == [100, 101, 102]
@@ -320,13 +320,13 @@ def test_rows_that_were_read_count_when_confirmed_and_checked() -> None:
     assert world.hear(A, Refuse(1, 1, Reason.GONE)) == [JobEnded(1, (keys(1)[0],), (keys(3)[2],))]
 
 
-def test_rows_that_were_read_are_confirmed_by_the_quarter_window() -> None:
+def test_rows_that_were_read_are_confirmed_by_the_half_window() -> None:
     """And the last ones when nothing is being read any more. The next half is asked for when half has come.
 
     Made to fail by a confirmation for each read, and by none before the last.
     """
-    world = World(read_window=8)
-    world.pull(ready_to_read(world, 11))
+    world = World(read_window=4)
+    world.pull(ready_to_read(world, 7))
 
     def land(part: int) -> list[Instruction]:
         return world.landed(A, (1, 1, part))
@@ -335,28 +335,24 @@ def test_rows_that_were_read_are_confirmed_by_the_quarter_window() -> None:
         assert world.hear(A, Proofs(1, 1, parts, (PROOF,) * len(parts))) == []
         return world.hear(A, Confirmed(1, 1, parts))
 
-    assert land(2) == []
-    assert land(0) == [Say(A, Confirm(1, 1, EPOCH, (0, 2)))]
-    assert confirmed(0, 2) == []
-    assert land(1) == []
-    assert land(3) == [Say(A, Confirm(1, 1, EPOCH, (1, 3)))]
-    reading, read = confirmed(1, 3)
-    assert reading == Say(A, Reading(1, 1, EPOCH, (8, 9, 10)))
+    assert [land(part) for part in (2, 0)] == [[], [Say(A, Confirm(1, 1, EPOCH, (0, 2)))]]
+    read, reading = confirmed(0, 2)
+    assert reading == Say(A, Reading(1, 1, EPOCH, (4, 5)))
     assert isinstance(read, Read)
-    assert [land(part) for part in (4, 5, 6)] == [[], [Say(A, Confirm(1, 1, EPOCH, (4, 5)))], []]
-    assert land(7) == [Say(A, Confirm(1, 1, EPOCH, (6, 7)))]
-    assert [land(part) for part in (9, 8)] == [[], [Say(A, Confirm(1, 1, EPOCH, (8, 9)))]]
-    assert land(10) == [Say(A, Confirm(1, 1, EPOCH, (10,)))]
-    for parts in ((4, 5), (6, 7), (8, 9)):
-        assert confirmed(*parts) == []
-    [ended] = confirmed(10)
+    assert [land(part) for part in (1, 3)] == [[], [Say(A, Confirm(1, 1, EPOCH, (1, 3)))]]
+    _, reading = confirmed(1, 3)
+    assert reading == Say(A, Reading(1, 1, EPOCH, (6,)))
+    assert [land(part) for part in (6, 5)] == [[], [Say(A, Confirm(1, 1, EPOCH, (5, 6)))]]
+    assert land(4) == [Say(A, Confirm(1, 1, EPOCH, (4,)))]
+    assert confirmed(5, 6) == []
+    [ended] = confirmed(4)
     assert isinstance(ended, JobEnded)
-    assert len(ended.good) == 11
+    assert len(ended.good) == 7
 
 
 def test_a_window_larger_than_a_message_is_told_in_several() -> None:
     """An owner takes no message with more parts. Made to fail by one message for all, of either kind."""
-    world = World(read_window=8 * MAX_PARTS)
+    world = World(read_window=4 * MAX_PARTS)
     steps = world.pull(ready_to_read(world, 3 * MAX_PARTS))
     readings = [step.message.parts for step in steps if isinstance(step, Say) and isinstance(step.message, Reading)]
     assert [len(parts) for parts in readings] == [MAX_PARTS] * 3
@@ -435,13 +431,13 @@ def test_a_row_that_is_being_read_ends_when_it_has_landed(world: World, how: str
 def test_a_peer_whose_memory_is_read_alone_is_told_so(world: World) -> None:
     """It does not poll for it.."""
     found = list(ready_to_read(world, 3).items())
-    reading, _ = world.pull(dict(found[:1]), 1)
+    _, reading = world.pull(dict(found[:1]), 1)
     assert reading == Say(A, Reading(1, 1, EPOCH, (0,)))
     world.landed(A, (1, 1, 0), alone=True)
-    reading, _ = world.pull(dict(found[1:2]), 2)
+    _, reading = world.pull(dict(found[1:2]), 2)
     assert reading == Say(A, Reading(1, 1, EPOCH, (1,), True))
     world.landed(A, (1, 1, 1), alone=False)
-    reading, _ = world.pull(dict(found[2:]), 3)
+    _, reading = world.pull(dict(found[2:]), 3)
     assert reading == Say(A, Reading(1, 1, EPOCH, (2,)))
 
 

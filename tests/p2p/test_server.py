@@ -11,8 +11,20 @@ import zmq
 from p2p_kit import PATIENCE, ROW, KeyedPuller, Memory, Puller, Serving, content, cpu_seconds, keys_of, wait_until
 
 from vllm_tiered_offload.settings import SettingsError, validate_block
-from vllm_tiered_offload.tiers.block_frame import decode_header, expect, verify
-from vllm_tiered_offload.tiers.p2p.messages import Data, Fetch, Found, Lookup, Ping, Pong, Reason, Refuse, Welcome
+from vllm_tiered_offload.tiers.block_frame import RunningChecksum, decode_header, expect, verify
+from vllm_tiered_offload.tiers.p2p import tcp_listener
+from vllm_tiered_offload.tiers.p2p.messages import (
+    Data,
+    Fetch,
+    Found,
+    Lookup,
+    Ping,
+    Pong,
+    Reason,
+    Refuse,
+    Release,
+    Welcome,
+)
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
 
 KEYS = keys_of("served", 6)
@@ -49,6 +61,39 @@ def test_rows_come_with_their_proof_while_nobody_else_runs(serving: Serving, pul
         expect(header, KEYS[part], serving.own.fingerprint, ROW)
         verify(header, row)
         assert row == content(KEYS[part], ROW)
+
+
+def test_a_row_is_read_for_its_checksum_once(serving: Serving, puller: Puller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it is the same. Made to fail by keeping nothing, and by keeping checksums by row alone."""
+    read: list[int] = []
+
+    def reading(size: int) -> RunningChecksum:
+        read.append(size)
+        return RunningChecksum(size)
+
+    monkeypatch.setattr(tcp_listener, "RunningChecksum", reading)
+
+    def fetch(round_: int, salt: str = "") -> None:
+        found = puller.ask(Lookup(1, round_, tuple(KEYS)))
+        assert isinstance(found, Found)
+        puller.say(Fetch(1, round_, found.epoch, (0, 3)))
+        heard = puller.hear()
+        assert heard is not None
+        _, behind = heard
+        for part, row, header in zip((0, 3), behind[0::2], behind[1::2], strict=True):
+            verify(decode_header(header), row)
+            assert row == content(KEYS[part], ROW, salt)
+        puller.say(Release(1, round_))
+
+    fetch(1)
+    fetch(2)
+    assert read == [ROW, ROW]
+    primary, req = serving.memory.primary, serving.memory.req
+    primary.complete_load(primary.prepare_load(KEYS, req), KEYS)
+    wait_until(lambda: serving.memory.pinned == 0, "the releases")
+    serving.put(KEYS, "anew")
+    fetch(3, "anew")
+    assert read == [ROW] * 4
 
 
 def test_case_57_a_late_fetch_is_refused_in_one_round_trip() -> None:

@@ -76,7 +76,7 @@ class CurveListener:
     def send_rows(self, peer: PeerId, request: int, round_: int, rows: Sequence[RowToSend]) -> bool:
         """One message each: a message is in memory as a whole."""
         for row in rows:
-            header = row.prove(checksum_of(row.row))
+            header = row.prove(row.known or checksum_of(row.row))
             sent = self._send(peer, [encode(Data(request, round_, (row.part,))), row.row, header])
             row.done()
             if not sent:

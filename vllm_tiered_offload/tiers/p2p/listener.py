@@ -31,12 +31,13 @@ class Gone:
 class RowToSend:
     """A row. It may be read while `holds()`, and `done()` is called after that.
 
-    `prove` makes the header, which goes behind it, of its checksum: it is read piece by piece as it is sent, so that
-    its bytes are in the cache.
+    `prove` makes the header, which goes behind it, of its checksum. Where that is not `known` the row is read for it,
+    piece by piece as it is sent, so that its bytes are in the cache.
     """
 
     part: int
     row: memoryview
+    known: PayloadChecksum | None
     prove: Callable[[PayloadChecksum], bytes]
     holds: Callable[[], bool]
     done: Callable[[], None]

@@ -235,6 +235,7 @@ class PeerServer(IoThread):
         return RowToSend(
             row.part,
             serving.rows[row.row],
+            serving.proofs.checksum(row),
             partial(self._header, serving, row),
             promises.holder(*round_id),
             partial(promises.done, *round_id, [row.part]),
@@ -247,10 +248,11 @@ class PeerServer(IoThread):
             Proofs(request, round_, parts, tuple(serving.proofs.of(row, serving.rows[row.row]) for row in rows))
         )
 
-    def _header(self, serving: _Serving, row: PromisedRow, read: PayloadChecksum) -> bytes:
-        """Of a row that is sent, and was `read` meanwhile."""
-        self._count_served(1, read.size)
-        return encode_header_of(row.key, read, serving.owner.own.fingerprint)
+    def _header(self, serving: _Serving, row: PromisedRow, found: PayloadChecksum) -> bytes:
+        """Of a row that is sent, and was `found` to be this."""
+        self._count_served(1, found.size)
+        serving.proofs.keep(row, found)
+        return encode_header_of(row.key, found, serving.owner.own.fingerprint)
 
     def _count_served(self, num_rows: int, row_bytes: int) -> None:
         self._counters["p2p_served_rows_total"] += num_rows

@@ -14,7 +14,7 @@ from itertools import count
 import zmq
 
 from vllm_tiered_offload.contract.seams import Clock
-from vllm_tiered_offload.tiers.block_frame import RunningChecksum
+from vllm_tiered_offload.tiers.block_frame import PayloadChecksum, RunningChecksum
 from vllm_tiered_offload.tiers.p2p.framing import LENGTH, PIECE_BYTES, frame, set_options
 from vllm_tiered_offload.tiers.p2p.leases import PeerId
 from vllm_tiered_offload.tiers.p2p.listener import Arrived, Gone, RowToSend
@@ -50,11 +50,13 @@ class _Message:
 
 @dataclass(slots=True)
 class _Row:
-    """A row on its way, and its header behind it. Each piece is read for its checksum just before it is sent."""
+    """A row on its way, and its header behind it. Each piece is read for its checksum just before it is sent, unless
+    that is known."""
 
     to_send: RowToSend
     read: RunningChecksum | None = None  # once its turn has come
-    sent: int = 0  # of the row's bytes
+    ready: int = 0  # of the row's bytes, that may be sent
+    sent: int = 0  # of these
     header: memoryview | None = None  # what is left of it, once the row has been read
 
     def may_be_read(self) -> bool:
@@ -62,19 +64,25 @@ class _Row:
 
     def next_bytes(self) -> list[memoryview]:
         row = self.to_send.row
+        if self.header is None:
+            checksum = self.to_send.known or self._read_on(row)
+            if checksum is not None:
+                self.ready = len(row)
+                self.header = memoryview(self.to_send.prove(checksum))
+        return [view for view in (row[self.sent : self.ready], self.header) if view]
+
+    def _read_on(self, row: memoryview) -> PayloadChecksum | None:
+        """The row's checksum, once its last piece was read."""
         if self.read is None:
             self.read = RunningChecksum(len(row))
-        if self.sent == self.read.done < len(row):
-            self.read.add(row[self.sent : self.sent + PIECE_BYTES])
-        if self.header is None and self.read.done == len(row):
-            self.header = memoryview(self.to_send.prove(self.read.finish()))
-        rest = row[self.sent : self.read.done]
-        return [view for view in (rest, self.header) if view]
+        if self.sent == self.ready:
+            self.read.add(row[self.ready : self.ready + PIECE_BYTES])
+            self.ready = self.read.done
+        return self.read.finish() if self.ready == len(row) else None
 
     def advance(self, sent: int) -> bool:
         """So many bytes went; whether all have gone."""
-        assert self.read is not None
-        of_row = min(sent, self.read.done - self.sent)
+        of_row = min(sent, self.ready - self.sent)
         self.sent += of_row
         if self.header is None:
             return False

@@ -114,9 +114,10 @@ class Transfers:
     def _fetch_more(self, peer: Peer) -> None:
         """Ask for as many queued rows as the window allows, round by round."""
         batch: list[Row] = []
-        while peer.queue and len(peer.owed) < self._window(peer):
+        now, window = self._clock(), self._window(peer)
+        while peer.queue and len(peer.owed) < window:
             row = peer.queue.popleft()
-            peer.begin_to_owe_row(row, self._clock())
+            peer.begin_to_owe_row(row, now)
             batch.append(row)
         for rows in _by_message(batch):
             self._ask_for(peer, rows)
@@ -132,9 +133,9 @@ class Transfers:
             return
         for row in rows:
             row.state, row.is_read = RowState.LANDING, True
-        reading = Reading(source.request, source.round, source.epoch, parts, peer.reads_alone)
-        self._out(Say(peer.address, reading))
+        # The rows are promised: nothing is lost by reading before the peer has heard of it.
         self._out(Read(peer.address, tuple(row.wanted for row in rows)))
+        self._out(Say(peer.address, Reading(source.request, source.round, source.epoch, parts, peer.reads_alone)))
 
     # ---- bytes come --------------------------------------------------------------------------------------------
 
@@ -179,12 +180,12 @@ class Transfers:
         self._verify(peer, kept)
 
     def _ask_to_confirm(self, peer: Peer) -> None:
-        """What was read, if that is a quarter of the window or nothing is being read any more: few messages, there is
-        always something to read, and a peer that dies takes little of what has come along."""
+        """What was read, if that is half of the window or nothing is being read any more: few messages, and still there
+        is always something to read."""
         read = [
             row for row in peer.owed.values() if row.is_read and not row.asked and row.state is not RowState.LANDING
         ]
-        if len(read) < self._window(peer) // 4 and any(row.state is RowState.LANDING for row in peer.owed.values()):
+        if len(read) < self._window(peer) // 2 and any(row.state is RowState.LANDING for row in peer.owed.values()):
             return
         for rows in _by_message(read):
             for row in rows:
