@@ -33,6 +33,7 @@ from vllm_tiered_offload.tiers.p2p.tier import P2pTier
 FINGERPRINT = Fingerprint.of({**dict.fromkeys(FIELDS, None), "model": "bench"})
 HOST = "127.0.0.1"
 PATIENCE = 60.0
+STORE_ANEW = signal.SIGUSR1  # tells a tier's owner that its rows are other ones, of which nothing is known yet
 
 
 class Rows:
@@ -75,16 +76,23 @@ def serve_tier(region: Rows, num_rows: int, settings: dict[str, Any]) -> None:
     request = ReqContext("owner")
     primary.on_new_request(request)
     keys = keys_of(num_rows)
-    prepared = primary.prepare_store(keys, request)
-    primary.complete_store(prepared)
+
+    def store() -> tuple[int, ...]:
+        prepared = primary.prepare_store(keys, request)
+        primary.complete_store(prepared)
+        return prepared.block_ids
+
+    stored = store()
     tier = P2pTier.from_settings({"lease_share": 1.0, "lease_seconds": 60.0, **settings}, engine_id="owner")
     tier.bind_region(region.rows, region.geometry, FINGERPRINT)
     tier.bind_leases(primary)
-    tier.submit_store(JobMetadata(1, tuple(keys), prepared.block_ids, False, request))
+    tier.submit_store(JobMetadata(1, tuple(keys), stored, False, request))
     while tier.port is None:
         time.sleep(0.01)
     announce(port=tier.port)
-    signal.pause()
+    while signal.sigwait({STORE_ANEW}):
+        primary.complete_load(primary.prepare_load(keys, request), keys)
+        store()
 
 
 def serve_nixl(region: Rows) -> None:
@@ -134,10 +142,16 @@ class Puller(Protocol):
 
 
 class TierPuller:
-    """Ours. What counts is from the load to its result, as the scheduler thread sees them."""
+    """Ours. What counts is from the load to its result, as the scheduler thread sees them.
 
-    def __init__(self, region: Rows, transport: str, owner: dict[str, Any], own: dict[str, Any]) -> None:
+    `anew`: nobody has pulled these rows since they were stored, so they have to be proved; otherwise they were.
+    """
+
+    def __init__(
+        self, region: Rows, transport: str, owner: dict[str, Any], own: dict[str, Any], *, anew: bool = False
+    ) -> None:
         self.region = region
+        self.anew = anew
         self.owner = Owner("tier", region, {"transport": transport, **owner})
         peer = {"host": HOST, "port": self.owner.where["port"], **own.pop("peer", {})}
         self.tier = P2pTier.from_settings(
@@ -184,6 +198,9 @@ class TierPuller:
         return None
 
     def pull(self) -> float:
+        if self.anew:
+            self.owner.process.send_signal(STORE_ANEW)
+            time.sleep(0.05)  # until that is done
         request = self._find()
         assert request is not None, "the owner does not have the rows"
         began = time.perf_counter()
@@ -287,6 +304,7 @@ def keyed(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def main(arguments: Sequence[str]) -> None:
     kind, num_rows, row_bytes, settings = arguments[0], int(arguments[1]), int(arguments[2]), json.loads(arguments[3])
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STORE_ANEW})  # in every thread, for whoever waits for it
     threading.Thread(target=end_with_parent, daemon=True).start()
     region = Rows(2 * num_rows if kind == "tier" else num_rows, row_bytes)
     region.fill_randomly()

@@ -8,8 +8,9 @@ checksums; the rate beside it is that of
 
     nixl        raw NIXL READs of the same rows, the faster of one READ for all and of several small ones at a time,
                 by the transport that UCX chooses: on one machine, a system call that reads another process's memory.
-                One agent posts them and checks nothing; ours has two agents where READs are such calls, and with two
-                cores the two checksums of each row are made on the cores that read
+                One agent posts them and checks nothing; ours has two agents where READs are such calls, and makes the
+                checksums of what was read on the cores that read. The owner's were made when the rows were pulled first
+    nixl_anew   the same, of rows that nobody has pulled since they were stored: the owner makes its checksums, too
     nixl_tcp    the same with UCX_TLS=tcp, as between machines
     sockets     sendall and recv_into between two processes
     curve       the same sockets, against our encrypted ones; shown, and nobody's target
@@ -54,6 +55,10 @@ def nixl(region: Rows) -> tuple[Puller, Puller]:
     return TierPuller(region, "nixl", {}, {}), RawNixlPuller(region)
 
 
+def nixl_anew(region: Rows) -> tuple[Puller, Puller]:
+    return TierPuller(region, "nixl", {}, {}, anew=True), RawNixlPuller(region)
+
+
 def nixl_tcp(region: Rows) -> tuple[Puller, Puller]:
     with ucx_over_tcp():
         return nixl(region)
@@ -69,7 +74,13 @@ def curve(region: Rows) -> tuple[Puller, Puller]:
         return TierPuller(region, "sockets", owner, puller), SocketPuller(region)
 
 
-CASES: dict[str, MakeSides] = {"nixl": nixl, "nixl_tcp": nixl_tcp, "sockets": sockets, "curve": curve}
+CASES: dict[str, MakeSides] = {
+    "nixl": nixl,
+    "nixl_anew": nixl_anew,
+    "nixl_tcp": nixl_tcp,
+    "sockets": sockets,
+    "curve": curve,
+}
 
 
 def measure(make_sides: MakeSides, row_bytes: int, turns: int) -> tuple[list[float], list[float]]:

@@ -229,25 +229,42 @@ def test_a_row_that_changed_under_the_read_is_not_let_in(
     assert puller.look([SOME[3]]) == [MISS]
 
 
+def proved(owner: Engine) -> list[bool]:
+    """Whether the owner has the proofs of what is in its memory now."""
+    serving = owner.tier._server._serving
+    assert serving is not None
+    lease = owner.memory.primary.lease(SOME)
+    owner.memory.primary.release(lease)
+    rows = zip(lease.keys, lease.block_ids, lease.versions, strict=True)
+    return [serving.proofs.has(PromisedRow(part, *row)) for part, row in enumerate(rows)]
+
+
+def store_anew(owner: Engine) -> None:
+    """The same chunks into the same rows, with other bytes."""
+    primary, req = owner.memory.primary, owner.memory.req
+    primary.complete_load(primary.prepare_load(SOME, req), SOME)
+    owner.put(SOME, salt="anew")
+
+
+def test_what_a_peer_that_reads_was_promised_is_proved_before_it_asks(pullers: list[Engine]) -> None:
+    """It has looked, and loads nothing yet. Made to fail by proving only what is being read, and for whoever asks."""
+    owner, puller = two_engines(pullers)
+    time.sleep(0.1)
+    assert proved(owner) == [False] * len(SOME), "it has read nothing so far"
+    assert puller.load(SOME) == tuple(SOME)
+    store_anew(owner)
+    assert puller.look(SOME, puller.begin(ReqContext("again"))) == [HIT] * len(SOME)
+    wait_until(lambda: all(proved(owner)), "the proofs")
+
+
 def test_a_row_is_proved_again_when_it_was_written_again(pullers: list[Engine]) -> None:
     """D6: the same chunk in the same row, computed anew, may differ in its last bits. A second puller of the same bytes
     gets the proofs that are there. Made to fail by keeping proofs by row alone, and by keeping none."""
     owner, puller = two_engines(pullers)
     assert puller.load(SOME) == tuple(SOME)
-    serving = owner.tier._server._serving
-    assert serving is not None
-
-    def proved() -> list[bool]:
-        lease = owner.memory.primary.lease(SOME)
-        owner.memory.primary.release(lease)
-        rows = zip(lease.keys, lease.block_ids, lease.versions, strict=True)
-        return [serving.proofs.has(PromisedRow(part, *row)) for part, row in enumerate(rows)]
-
-    assert proved() == [True] * len(SOME)
-    primary, req = owner.memory.primary, owner.memory.req
-    primary.complete_load(primary.prepare_load(SOME, req), SOME)
-    owner.put(SOME, salt="anew")
-    assert proved() == [False] * len(SOME)
+    assert proved(owner) == [True] * len(SOME)
+    store_anew(owner)
+    assert proved(owner) == [False] * len(SOME)
     second = Engine([owner.port], transport="nixl")
     pullers.insert(0, second)
     second.begin()
