@@ -40,6 +40,7 @@ class _Serving:
 
     owner: Owner
     rows: Sequence[memoryview]
+    row_bytes: int
     proofs: RowProofs
 
 
@@ -66,7 +67,8 @@ class PeerServer(IoThread):
 
     def serve(self, owner: Owner, rows: Sequence[memoryview]) -> None:
         """From now on peers are answered. Once, from any thread."""
-        self._serving = _Serving(owner, rows, RowProofs(len(rows), len(rows[0])))
+        row_bytes = len(rows[0]) if rows else 0
+        self._serving = _Serving(owner, rows, row_bytes, RowProofs(len(rows), row_bytes))
         self.wake()
 
     def forget(self) -> None:
@@ -200,7 +202,7 @@ class PeerServer(IoThread):
         """What peers are reading, a bit each turn, so that they need not wait for it; and before that, when there is
         nothing else to do, what they will read."""
         promises, proofs = serving.owner.promises, serving.proofs
-        at_once = max(1, PROVE_BYTES // len(serving.rows[0]))
+        at_once = max(1, PROVE_BYTES // max(1, serving.row_bytes))
         to_prove = promises.next_to_prove(at_once, proofs.has)
         if to_prove is not None:
             peer, request, round_, rows = to_prove
@@ -242,11 +244,10 @@ class PeerServer(IoThread):
         )
 
     def _proofs(self, serving: _Serving, request: int, round_: int, rows: Sequence[PromisedRow]) -> bytes:
-        self._count_served(len(rows), len(serving.rows[0]))
+        self._count_served(len(rows), serving.row_bytes)
         parts = tuple(row.part for row in rows)
-        return encode(
-            Proofs(request, round_, parts, tuple(serving.proofs.of(row, serving.rows[row.row]) for row in rows))
-        )
+        proofs = tuple(serving.proofs.of(row, serving.rows[row.row]) for row in rows)
+        return encode(Proofs(request, round_, parts, proofs))
 
     def _header(self, serving: _Serving, row: PromisedRow, found: PayloadChecksum) -> bytes:
         """Of a row that is sent, and was `found` to be this."""
