@@ -73,3 +73,29 @@ def make_tiny_deepseek(target: Path) -> Path:
     DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(target)
     make_tokenizer(target)
     return target
+
+
+def make_tiny_eagle(target_model: Path, draft: Path) -> Path:
+    """An EAGLE head of one layer for a tiny Llama, whose embeddings and output it shares."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    config = LlamaConfig.from_pretrained(target_model, num_hidden_layers=1, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(draft)
+    torch.manual_seed(1)
+    hidden, inner, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
+    shapes = {
+        "fc": (hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj": (hidden, hidden),
+        "layers.0.self_attn.k_proj": (kv, hidden),
+        "layers.0.self_attn.v_proj": (kv, hidden),
+        "layers.0.self_attn.o_proj": (hidden, hidden),
+        "layers.0.mlp.gate_proj": (inner, hidden),
+        "layers.0.mlp.up_proj": (inner, hidden),
+        "layers.0.mlp.down_proj": (hidden, inner),
+    }
+    weights = {f"{name}.weight": (torch.randn(*shape) * 0.15).to(torch.bfloat16) for name, shape in shapes.items()}
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
+    return draft

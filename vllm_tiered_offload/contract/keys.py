@@ -1,8 +1,9 @@
 """Names of chunks.
 
-An `OffloadKey` is the hash of a chunk's last block followed by its KV group index (4 bytes, big endian). Keys come
-from `request.block_hashes` alone, so whatever vLLM mixes into a block hash (LoRA, multimodal inputs, cache_salt)
-keeps chunks apart here too (D5).
+An `OffloadKey` is the hash of a chunk's last block (of the one behind it where a draft model's layers are in the KV
+group, see `scheduler.groups`) followed by its KV group index (4 bytes, big endian). Keys come from
+`request.block_hashes` alone, so whatever vLLM mixes into a block hash (LoRA, multimodal inputs, cache_salt) keeps
+chunks apart here too (D5).
 """
 
 from collections.abc import Iterable
