@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-from .tiny_model import VOCABULARY, make_tokenizer
+from .tiny_model import VOCABULARY, save_tiny
 
 
 def make_tiny_qwen_next(target: Path) -> Path:
     """A Qwen3-Next: gated delta rule in three layers of four, so three groups of state and one of attention."""
-    import torch
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
@@ -34,15 +33,11 @@ def make_tiny_qwen_next(target: Path) -> Path:
         pad_token_id=0,
         dtype="bfloat16",
     )
-    torch.manual_seed(0)
-    Qwen3NextForCausalLM(config).to(torch.bfloat16).save_pretrained(target)
-    make_tokenizer(target)
-    return target
+    return save_tiny(Qwen3NextForCausalLM, config, target)
 
 
 def make_tiny_deepseek(target: Path) -> Path:
     """A DeepSeek-V2 without experts: latents of 512 + 64 values, the only ones that vLLM's CPU kernels take."""
-    import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     config = DeepseekV2Config(
@@ -69,10 +64,7 @@ def make_tiny_deepseek(target: Path) -> Path:
         eos_token_id=1,
         dtype="bfloat16",
     )
-    torch.manual_seed(0)
-    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(target)
-    make_tokenizer(target)
-    return target
+    return save_tiny(DeepseekV2ForCausalLM, config, target)
 
 
 def make_tiny_eagle(target_model: Path, draft: Path) -> Path:

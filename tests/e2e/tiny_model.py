@@ -1,13 +1,13 @@
 """Models small enough to be made by the tests: random weights, and a tokenizer of made-up words."""
 
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 512
 
 
 def make_tiny_llama(target: Path) -> Path:
     """Write the model to `target`. Two KV heads, so that it also splits over two ranks."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -25,8 +25,15 @@ def make_tiny_llama(target: Path) -> Path:
         eos_token_id=1,
         dtype="bfloat16",
     )
+    return save_tiny(LlamaForCausalLM, config, target)
+
+
+def save_tiny(model_class: Any, config: Any, target: Path) -> Path:
+    """Write a model of that class with random weights, the same ones each time, and its tokenizer."""
+    import torch
+
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(target)
+    model_class(config).to(torch.bfloat16).save_pretrained(target)
     make_tokenizer(target)
     return target
 

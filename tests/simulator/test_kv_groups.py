@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from sim_helpers import push_out, run_one, step_until, tokens
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
+from vllm_tiered_offload.testing.simulator.builders import REPLICAS_ARE_TOLD
 from vllm_tiered_offload.testing.simulator.config import (
     ALL_PINS,
     BESIDE_A_NEIGHBOUR,
@@ -250,8 +250,7 @@ def test_ranks_that_hold_the_same_share_a_slot(simulate: Any, depth: int) -> Non
 
 
 @pytest.mark.skipif(
-    "max_tp_shards" not in MLAAttentionSpec.__dataclass_fields__,
-    reason="vLLM 0.30 does not say which ranks hold the same: each stores its own",
+    not REPLICAS_ARE_TOLD, reason="vLLM 0.30 does not say which ranks hold the same: each stores its own"
 )
 def test_ranks_that_hold_the_same_acknowledge_a_store_that_one_of_them_copies(simulate: Any) -> None:
     """MLA: rank 1 has nothing to copy and says so at once; the blocks stay until rank 0 has copied them.

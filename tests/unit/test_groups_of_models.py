@@ -30,6 +30,7 @@ from vllm_tiered_offload.connector.views import (
     why_not_offloadable,
 )
 from vllm_tiered_offload.scheduler.views import GroupShape
+from vllm_tiered_offload.testing.simulator.builders import REPLICAS_ARE_TOLD
 
 PAGE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
 
@@ -53,10 +54,6 @@ def ring() -> CircularBufferSpec:
 
 def mamba(mode: str = "align", **fields: Any) -> MambaSpec:
     return MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode, **fields)
-
-
-# 0.30 has no word for ranks that hold the same; each stores its own there.
-REPLICAS_ARE_TOLD = "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__
 
 
 def latent(shards: int | None = 1) -> MLAAttentionSpec:

@@ -166,8 +166,9 @@ def kv_cache_config(config: SimConfig, layers: list[list[str]]) -> KVCacheConfig
     return built
 
 
-# Every rank holds the same. 0.30 cannot say so, and each rank stores its own.
-_ONE_SHARD: dict[str, Any] = {"max_tp_shards": 1} if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__ else {}
+# Whether vLLM can say that all ranks hold the same. 0.30 cannot, and each rank stores its own there.
+REPLICAS_ARE_TOLD = "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__
+_ONE_SHARD: dict[str, Any] = {"max_tp_shards": 1} if REPLICAS_ARE_TOLD else {}
 
 
 def _spec(config: SimConfig, index: int) -> KVCacheSpec:
