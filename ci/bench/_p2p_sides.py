@@ -27,7 +27,8 @@ from vllm_tiered_offload.contract.jobs import JobMetadata, LookupResult, ReqCont
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.tiers.cpu.tier import CpuTier, CpuTierSettings
 from vllm_tiered_offload.tiers.p2p.nixl_agent import Agent
-from vllm_tiered_offload.tiers.p2p.nixl_reader import READ_BYTES, READS_IN_FLIGHT
+from vllm_tiered_offload.tiers.p2p.nixl_reader import READS_IN_FLIGHT
+from vllm_tiered_offload.tiers.p2p.read_queue import READ_BYTES
 from vllm_tiered_offload.tiers.p2p.tier import P2pTier
 
 FINGERPRINT = Fingerprint.of({**dict.fromkeys(FIELDS, None), "model": "bench"})

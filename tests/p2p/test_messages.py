@@ -15,6 +15,7 @@ from vllm_tiered_offload.tiers.p2p.messages import (
     MAX_KEYS,
     MAX_MESSAGE_BYTES,
     MAX_PARTS,
+    MAX_READ_PARTS,
     Answer,
     Confirm,
     Confirmed,
@@ -169,6 +170,8 @@ EPOCH = bytes(EPOCH_BYTES)
         Fetch(0, 0, EPOCH, ()),
         Fetch(0, 0, EPOCH, (MAX_KEYS,)),
         Fetch(0, 0, EPOCH, (0,) * (MAX_PARTS + 1)),
+        Reading(0, 0, EPOCH, (0,) * (MAX_READ_PARTS + 1)),
+        Confirm(0, 0, EPOCH, (0,) * (MAX_READ_PARTS + 1)),
         Fetch(0, 0, EPOCH[1:], (0,)),
     ],
 )
@@ -190,7 +193,8 @@ def test_question_beyond_a_bound_is_refused(beyond: Question) -> None:
         Welcome(EPOCH, "", Memory(b"agent", -1, 0, 0, bytes(16))),
         Proofs(0, 0, (0,), (Proof(b"k", 1, bytes(CHECKSUM_BYTES - 1)),)),
         Proofs(0, 0, (0,), (Proof(b"", 1, bytes(CHECKSUM_BYTES)),)),
-        Proofs(0, 0, (0,), (Proof(b"k", 1, bytes(CHECKSUM_BYTES)),) * (MAX_PARTS + 1)),
+        Proofs(0, 0, (0,), (Proof(b"k", 1, bytes(CHECKSUM_BYTES)),) * (MAX_READ_PARTS + 1)),
+        Confirmed(0, 0, (0,) * (MAX_READ_PARTS + 1)),
     ],
 )
 def test_answer_beyond_a_bound_is_refused(beyond: Answer) -> None:

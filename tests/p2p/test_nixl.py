@@ -12,7 +12,7 @@ from p2p_kit import Engine, attach_at_once, content, keys_of, needs_nixl, wait_u
 from test_p2p_processes import BYTES, CHUNKS, KEYS, ROW_BYTES, OwnerProcess, check_bytes, check_nothing_lands
 
 from vllm_tiered_offload import JobResult, LookupResult, ReqContext
-from vllm_tiered_offload.tiers.p2p import nixl_agent, nixl_reader
+from vllm_tiered_offload.tiers.p2p import nixl_agent, nixl_reader, read_queue
 from vllm_tiered_offload.tiers.p2p.instructions import Address, Source, Wanted
 from vllm_tiered_offload.tiers.p2p.leases import PromisedRow
 from vllm_tiered_offload.tiers.p2p.messages import Proof
@@ -88,7 +88,7 @@ def test_the_owner_is_stopped_in_the_middle_of_a_read(
 ) -> None:
     """Case 60: the job ends after `silence_timeout`; when the process goes on, nothing gets into the rows that belong
     to others by then. Made to fail by removing the peer from an agent that goes on, instead of ending the agent."""
-    monkeypatch.setattr(nixl_reader, "READ_BYTES", 16 << 20)  # so that much is in flight
+    monkeypatch.setattr(read_queue, "READ_BYTES", 16 << 20)  # so that much is in flight
     owners.append(OwnerProcess(0.0, "nixl", "restless"))
     puller = new_puller(pullers, owners[0].port, pull_timeout=30.0, silence_timeout=0.5)
     client = puller.tier._client

@@ -1,5 +1,7 @@
 """The puller's state machine, driven by hand: every order of answers, failures and time."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -25,6 +27,7 @@ from vllm_tiered_offload.tiers.p2p.instructions import (
 )
 from vllm_tiered_offload.tiers.p2p.messages import (
     MAX_PARTS,
+    MAX_READ_PARTS,
     Answer,
     Confirm,
     Confirmed,
@@ -298,8 +301,8 @@ def ready_to_read(world: World, count: int = 3) -> dict[OffloadKey, Source]:
 
 
 def test_rows_that_were_read_count_when_confirmed_and_checked() -> None:
-    """Two questions to the owner a batch: it hears of the read when it begins, and confirms when it is over. Its proofs
-    come when they come. Made to fail by counting rows that are right and not confirmed."""
+    """Two questions to the owner: it hears of the read when it begins, and confirms when it is over. Its proofs come
+    when they come. Made to fail by counting rows that are right and not confirmed."""
     world = World(read_window=4)
     read, reading = world.pull(ready_to_read(world))
     assert reading == Say(A, Reading(1, 1, EPOCH, (0, 1, 2)))
@@ -308,83 +311,84 @@ def test_rows_that_were_read_count_when_confirmed_and_checked() -> None:
     assert world.hear(A, Proofs(1, 1, (0,), (PROOF,))) == []
     assert world.landed(A, (1, 1, 0), (1, 1, 2)) == [Say(A, Confirm(1, 1, EPOCH, (0, 2)))]
     assert world.verified == [100]
-    assert world.pulling.bytes_from[A] == 0
+    assert world.pulling.rows_from[A] == 0
     assert world.hear(A, Confirmed(1, 1, (0, 2))) == []
-    assert world.pulling.bytes_from[A] == SIZE
+    assert world.pulling.rows_from[A] == 1
     world.wrong.add(102)
     assert world.hear(A, Proofs(1, 1, (1, 2), (PROOF, PROOF))) == []
     assert world.verified == [100, 102]
     assert world.landed(A, (1, 1, 1)) == [Say(A, Confirm(1, 1, EPOCH, (1,)))]
     assert world.verified == [100, 102, 101]
-    assert world.pulling.bytes_from[A] == SIZE, "it is not confirmed"
+    assert world.pulling.rows_from[A] == 1, "it is not confirmed"
     assert world.hear(A, Refuse(1, 1, Reason.GONE)) == [JobEnded(1, (keys(1)[0],), (keys(3)[2],))]
 
 
-def test_rows_that_were_read_are_confirmed_by_the_half_window() -> None:
-    """And the last ones when nothing is being read any more. The next half is asked for when half has come.
-
-    Made to fail by a confirmation for each read, and by none before the last.
-    """
+def test_the_next_half_window_is_read_when_half_has_come() -> None:
+    """Made to fail by asking for each row that there is room for, and by asking when all have come."""
     world = World(read_window=4)
     world.pull(ready_to_read(world, 7))
 
-    def land(part: int) -> list[Instruction]:
-        return world.landed(A, (1, 1, part))
-
-    def confirmed(*parts: int) -> list[Instruction]:
+    def read(*parts: int) -> list[Instruction]:
+        assert world.landed(A, *((1, 1, part) for part in parts)) == [Say(A, Confirm(1, 1, EPOCH, parts))]
         assert world.hear(A, Proofs(1, 1, parts, (PROOF,) * len(parts))) == []
         return world.hear(A, Confirmed(1, 1, parts))
 
-    assert [land(part) for part in (2, 0)] == [[], [Say(A, Confirm(1, 1, EPOCH, (0, 2)))]]
-    read, reading = confirmed(0, 2)
+    assert read(2) == []
+    more, reading = read(0)
     assert reading == Say(A, Reading(1, 1, EPOCH, (4, 5)))
-    assert isinstance(read, Read)
-    assert [land(part) for part in (1, 3)] == [[], [Say(A, Confirm(1, 1, EPOCH, (1, 3)))]]
-    _, reading = confirmed(1, 3)
+    assert isinstance(more, Read)
+    _, reading = read(1, 3)
     assert reading == Say(A, Reading(1, 1, EPOCH, (6,)))
-    assert [land(part) for part in (6, 5)] == [[], [Say(A, Confirm(1, 1, EPOCH, (5, 6)))]]
-    assert land(4) == [Say(A, Confirm(1, 1, EPOCH, (4,)))]
-    assert confirmed(5, 6) == []
-    [ended] = confirmed(4)
+    assert read(6, 5) == []
+    [ended] = read(4)
     assert isinstance(ended, JobEnded)
     assert len(ended.good) == 7
 
 
 def test_a_window_larger_than_a_message_is_told_in_several() -> None:
-    """An owner takes no message with more parts. Made to fail by one message for all, of either kind."""
-    world = World(read_window=4 * MAX_PARTS)
-    steps = world.pull(ready_to_read(world, 3 * MAX_PARTS))
-    readings = [step.message.parts for step in steps if isinstance(step, Say) and isinstance(step.message, Reading)]
-    assert [len(parts) for parts in readings] == [MAX_PARTS] * 3
-    steps = world.landed(A, *((1, 1, part) for part in range(MAX_PARTS + 9)))
-    assert steps == []
-    steps = world.landed(A, *((1, 1, part) for part in range(MAX_PARTS + 9, 2 * MAX_PARTS)))
-    confirmed = [step.message.parts for step in steps if isinstance(step, Say) and isinstance(step.message, Confirm)]
-    assert confirmed == [tuple(range(MAX_PARTS)), tuple(range(MAX_PARTS, 2 * MAX_PARTS))]
+    """An owner takes no message with more parts. Made to fail by one message for all, of any kind."""
+    most, total = MAX_READ_PARTS, 2 * MAX_READ_PARTS + 9
+
+    def told(steps: Sequence[Instruction], kind: type) -> list[int]:
+        messages = [step.message for step in steps if isinstance(step, Say) and isinstance(step.message, kind)]
+        return [len(message.parts) for message in messages]
+
+    world = World(read_window=2 * total)
+    assert told(world.pull(ready_to_read(world, total)), Reading) == [most, most, 9]
+    assert told(world.landed(A, *((1, 1, part) for part in range(total))), Confirm) == [most, most, 9]
+    world = World(read_window=2 * total)
+    world.pulling.ask(1, 1, keys(total), [A])
+    world.hear(A, Welcome(EPOCH, "a", MEMORY))
+    world.pulling.can_read(A)
+    [answered] = world.hear(A, Found(1, 1, EPOCH, tuple(range(total)), 10.0))
+    assert isinstance(answered, Answered)
+    assert max(told(world.pull(answered.found), Fetch)) == MAX_PARTS, "it does not say where its rows are"
 
 
-def test_what_has_landed_is_confirmed_when_the_rest_is_dropped() -> None:
-    """Rows of a round that was refused land, and end, last. Made to fail by asking before these have ended."""
-    world = World(read_window=16)
+def test_rows_that_were_dropped_make_room_when_they_have_landed() -> None:
+    """They are in the window until then, and nothing else happens then. Made to fail by asking for more only after
+    rows that were verified."""
+    world = World(read_window=2)
     world.pull(ready_to_read(world, 2))
     world.pulling.ask(1, 2, keys(2), [A])
     [answered] = world.hear(A, Found(1, 2, EPOCH, (0, 1), 10.0, (12, 13)))
     assert isinstance(answered, Answered)
-    world.pull(answered.found, job_id=2)
-    assert world.landed(A, (1, 2, 0)) == []
-    world.hear(A, Refuse(1, 1, Reason.GONE))
-    assert world.landed(A, (1, 2, 1), (1, 1, 0)) == []
-    assert world.landed(A, (1, 1, 1)) == [JobEnded(1, (), ()), Say(A, Confirm(1, 2, EPOCH, (0, 1)))]
+    assert world.pull(answered.found, job_id=2) == []
+    assert world.hear(A, Refuse(1, 1, Reason.GONE)) == []
+    assert world.landed(A, (1, 1, 0))[1:] == [Say(A, Reading(1, 2, EPOCH, (0,)))]
+    steps = world.landed(A, (1, 1, 1))
+    assert steps[0] == JobEnded(1, (), ())
+    assert steps[2:] == [Say(A, Reading(1, 2, EPOCH, (1,)))]
 
 
 def test_a_peer_that_fails_by_what_it_sent_takes_the_rest_along(world: World) -> None:
-    """Three wrong rows end it. What landed with them ended then, once. Made to fail by verifying rows nobody owes."""
-    world.pull(ready_to_read(world, 5))
-    world.wrong.update(range(100, 103))
-    world.landed(A, *((1, 1, part) for part in range(5)))
-    steps = world.hear(A, Proofs(1, 1, tuple(range(5)), (PROOF,) * 5))
-    assert steps == [Disconnect(A), JobEnded(1, (), tuple(keys(3)))]
-    assert world.verified == [100, 101, 102]
+    """Three wrong rows end it. What landed with them ends then, once. Made to fail by ending what nobody owes."""
+    world.pull(ready_to_read(world, 6))
+    world.wrong.update((100, 101, 103, 104))
+    world.landed(A, *((1, 1, part) for part in range(6)))
+    steps = world.hear(A, Proofs(1, 1, tuple(range(6)), (PROOF,) * 6))
+    wrong = tuple(keys(4)[part] for part in (0, 1, 3))
+    assert steps == [Disconnect(A), JobEnded(1, (), wrong)]
 
 
 def test_a_proof_of_what_is_not_read_drops_the_peer(world: World) -> None:
@@ -462,7 +466,7 @@ def test_a_payload_lands_only_in_a_row_that_is_owed(world: World) -> None:
     assert not world.verified, "it did not land"
     assert world.pulling.heard(A, Data(1, 1, (0,)), [HEADER], CHECKSUM) == []
     assert world.verified == [100]
-    assert world.pulling.bytes_from[A] == SIZE
+    assert world.pulling.rows_from[A] == 1
     assert world.pulling.lost(A) == [Disconnect(A), JobEnded(1, (keys(1)[0],), ())]
     assert world.pulling.landing(A, (1, 1, 1)) is None
 

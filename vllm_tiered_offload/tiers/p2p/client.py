@@ -29,8 +29,9 @@ from vllm_tiered_offload.tiers.p2p.io_thread import IoThread
 from vllm_tiered_offload.tiers.p2p.keys import read_key_file
 from vllm_tiered_offload.tiers.p2p.messages import Hello, encode
 from vllm_tiered_offload.tiers.p2p.nixl_agent import why_not_nixl
-from vllm_tiered_offload.tiers.p2p.nixl_reader import Attached, Landed, NixlReader, ReadFailed, read_window
+from vllm_tiered_offload.tiers.p2p.nixl_reader import Attached, Landed, NixlReader, ReadFailed
 from vllm_tiered_offload.tiers.p2p.pulling import Pulling, PullTimes
+from vllm_tiered_offload.tiers.p2p.read_queue import read_window
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
 from vllm_tiered_offload.tiers.p2p.tcp_transport import TcpTransport
 from vllm_tiered_offload.tiers.p2p.transport import Event, Garbled, Heard, Lost, Transport
@@ -98,7 +99,8 @@ class PeerClient(IoThread):
         self._entry_of: Mapping[Address, Address] = {}
         self._public_keys: dict[Address, str] = {}  # where there are keys; the transport looks in it
         times = PullTimes(settings.lookup_timeout, settings.pull_timeout, settings.silence_timeout)
-        window = read_window(len(rows[0]) if rows else 0)
+        self._row_bytes = len(rows[0]) if rows else 0
+        window = read_window(self._row_bytes)
         self._verifier = RowVerifier(own.fingerprint, rows, self._log)
         self._pulling = Pulling((), own, self._verifier, times, is_myself=is_myself, read_window=window, clock=clock)
         self._transport: Transport | None = None
@@ -119,7 +121,8 @@ class PeerClient(IoThread):
             stats[metric_key("p2p_peers_up", peer=str(entry))] = 0
         for address, entry in entry_of.items():
             stats[metric_key("p2p_peers_up", peer=str(entry))] += pulling.is_up(address)
-        for peer, num_bytes in dict(pulling.bytes_from).items():
+        for peer, num_rows in dict(pulling.rows_from).items():
+            num_bytes = num_rows * self._row_bytes
             stats[metric_key("p2p_pulled_bytes_total", peer=str(entry_of[peer]))] += num_bytes
             stats[metric_key("tier_bytes_total", **load)] += num_bytes
         for peer, seconds in dict(pulling.seconds_from).items():
@@ -135,12 +138,11 @@ class PeerClient(IoThread):
 
     def _open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         settings = self._settings
-        row_bytes = len(self._rows[0]) if self._rows else 0
         if settings.key_file is not None:
             own_keys = read_key_file(settings.key_file)
-            self._transport = CurveTransport(context, self._poller, row_bytes, own_keys, self._public_keys)
+            self._transport = CurveTransport(context, self._poller, self._row_bytes, own_keys, self._public_keys)
         else:
-            self._transport = TcpTransport(self._poller, row_bytes, self._place, self.wake)
+            self._transport = TcpTransport(self._poller, self._row_bytes, self._place, self.wake)
 
         if why_not_nixl(settings) is None:
             self._reader = NixlReader(self._engine_id, settings.listen, self._rows, self.wake)

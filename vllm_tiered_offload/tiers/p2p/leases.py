@@ -28,7 +28,7 @@ from vllm_tiered_offload.contract.managers import Lease, RowLeases
 from vllm_tiered_offload.contract.seams import Clock, monotonic
 from vllm_tiered_offload.tiers.p2p.messages import (
     EPOCH_BYTES,
-    MAX_PARTS,
+    MAX_READ_PARTS,
     Confirm,
     Fetch,
     Found,
@@ -373,11 +373,11 @@ class Promises:
 
 
 def _leading(rows: Iterable[PromisedRow], at_once: int, has_proof: HasProof) -> list[PromisedRow]:
-    """At most `at_once` of those that take work, and MAX_PARTS of all; at least one, if there is one."""
+    """At most `at_once` of those that take work, and MAX_READ_PARTS of all; at least one, if there is one."""
     some: list[PromisedRow] = []
     for row in rows:
         at_once -= not has_proof(row)
-        if some and (at_once < 0 or len(some) == MAX_PARTS):
+        if some and (at_once < 0 or len(some) == MAX_READ_PARTS):
             break
         some.append(row)
     return some

@@ -28,11 +28,12 @@ from msgspec import Meta
 
 from vllm_tiered_offload.tiers.block_frame import CHECKSUM_BYTES
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 MAX_KEYS = 8192
 MAX_KEY_BYTES = 128
 MAX_PARTS = 32  # of one Fetch; what one peer has been sent and has not read is bounded by it
+MAX_READ_PARTS = 512  # of one Reading, and of what is said about what is read
 MAX_RANKS = 1024
 MAX_MESSAGE_BYTES = MAX_KEYS * (MAX_KEY_BYTES + 3) + 4096
 EPOCH_BYTES = 16
@@ -46,6 +47,7 @@ _EngineId = Annotated[str, Meta(max_length=256)]
 _Key = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 _Part = Annotated[int, Meta(ge=0, lt=MAX_KEYS)]
 _Parts = Annotated[tuple[_Part, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+_ReadParts = Annotated[tuple[_Part, ...], Meta(min_length=1, max_length=MAX_READ_PARTS)]
 
 
 class MessageError(ValueError):
@@ -145,7 +147,7 @@ class Reading(_Message, tag="reading", frozen=True):
     request: _Number
     round: _Number
     epoch: _Epoch
-    parts: _Parts
+    parts: _ReadParts
     alone: bool = False
 
 
@@ -155,7 +157,7 @@ class Confirm(_Message, tag="confirm", frozen=True):
     request: _Number
     round: _Number
     epoch: _Epoch
-    parts: _Parts
+    parts: _ReadParts
 
 
 class Proof(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -174,8 +176,8 @@ class Proofs(_Message, tag="proofs", frozen=True):
 
     request: _Number
     round: _Number
-    parts: _Parts
-    proofs: Annotated[tuple[Proof, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+    parts: _ReadParts
+    proofs: Annotated[tuple[Proof, ...], Meta(min_length=1, max_length=MAX_READ_PARTS)]
 
 
 class Confirmed(_Message, tag="confirmed", frozen=True):
@@ -183,7 +185,7 @@ class Confirmed(_Message, tag="confirmed", frozen=True):
 
     request: _Number
     round: _Number
-    parts: _Parts
+    parts: _ReadParts
 
 
 class Release(_Message, tag="release", frozen=True):

@@ -18,15 +18,13 @@ from typing import Any, TypeAlias
 from vllm_tiered_offload.contract.seams import monotonic
 from vllm_tiered_offload.tiers.block_frame import checksum_of
 from vllm_tiered_offload.tiers.p2p.instructions import Address, LandedRow, Wanted
-from vllm_tiered_offload.tiers.p2p.messages import MAX_PARTS, Memory
+from vllm_tiered_offload.tiers.p2p.messages import Memory
 from vllm_tiered_offload.tiers.p2p.nixl_agent import MEMORY, PAUSE_SECONDS, Agent, NixlError, digest
+from vllm_tiered_offload.tiers.p2p.read_queue import LANES, ReadQueue
 
 logger = logging.getLogger(__name__)
 
-READ_BYTES = 8 << 20  # of one READ, or one row: in the cache when it is verified, and few messages
 READS_IN_FLIGHT = 3  # of one lane
-LANES = 2  # of one peer, where READs are copies
-WINDOW_BYTES = 64 << 20  # of one peer that are asked for and not verified
 EAGER_SECONDS = 0.02  # without anything landing; after that it is polled less often
 LAZY_SECONDS = 0.001
 
@@ -40,7 +38,7 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """These rows were read; `alone`, in the call that began it, so the peer had no part in it."""
+    """These rows were read; the last ones `alone`, in the call that began it, so the peer had no part in it."""
 
     address: Address
     rows: Sequence[LandedRow]
@@ -62,11 +60,6 @@ class Unreadable:
     why: str
 
 
-def read_window(row_bytes: int) -> int:
-    """Rows of one peer that are asked for and not verified: each lane reads, and has more to read."""
-    return min(2 * MAX_PARTS, max(3 * LANES, WINDOW_BYTES // max(1, row_bytes)))
-
-
 class _Peer:
     """One peer's memory. `read` and `stop` are called from one thread; the lanes are threads of their own."""
 
@@ -76,8 +69,8 @@ class _Peer:
         self.reader = reader
         self.stopping = False
         self.has_read = False  # something came of it
-        self._wanted: deque[Wanted] = deque()  # not begun
-        self._has_work = threading.Condition()  # also guards `_wanted` and `_lanes`
+        self._queue = ReadQueue(memory.row_bytes)
+        self._has_work = threading.Condition()  # also guards `_queue` and `_lanes`
         self._lanes = [_Lane(self)]
 
     @property
@@ -87,7 +80,7 @@ class _Peer:
 
     def read(self, rows: Sequence[Wanted]) -> None:
         with self._has_work:
-            self._wanted.extend(rows)
+            self._queue.add(rows)
             self._has_work.notify_all()
 
     def stop(self) -> None:
@@ -100,15 +93,23 @@ class _Peer:
 
     # ---- for its lanes -----------------------------------------------------------------------------------------
 
-    def take(self, row_bytes: int, *, wait: bool) -> list[Wanted]:
+    def take(self, *, wait: bool) -> list[Wanted]:
         """The rows of the next READ. With `wait` there are none only when it stops."""
         with self._has_work:
-            while wait and not self._wanted and not self.stopping:
+            while not self.stopping:
+                rows = self._queue.take()
+                if rows or not wait:
+                    return rows
                 self._has_work.wait()
-            if self.stopping:
-                return []
-            at_once = max(1, READ_BYTES // row_bytes)
-            return [self._wanted.popleft() for _ in range(min(at_once, len(self._wanted)))]
+            return []
+
+    def landed(self, rows: Sequence[LandedRow], *, alone: bool) -> None:
+        """They were read, `alone` in the call that began it."""
+        self.has_read = True
+        with self._has_work:
+            to_tell = self._queue.landed(rows)
+        if to_tell:
+            self.tell(Landed(self.address, to_tell, alone))
 
     def add_lane(self) -> None:
         """A READ was a system call that copies, so another thread can make another one meanwhile."""
@@ -176,16 +177,13 @@ class _Lane:
         moved_at = 0.0
         while not self._peer.stopping:
             was_idle = not self._reads
-            landed = self._finished(agent) or self._begin(agent, peer_name)
-            if landed is not None:
-                self._peer.tell(landed)
-            if landed is not None or was_idle:
+            if self._finish(agent) or self._begin(agent, peer_name) or was_idle:
                 moved_at = monotonic()
             elif self._reads:
                 time.sleep(PAUSE_SECONDS if monotonic() - moved_at < EAGER_SECONDS else LAZY_SECONDS)
 
-    def _finished(self, agent: Agent) -> Landed | None:
-        """READs that are over."""
+    def _finish(self, agent: Agent) -> bool:
+        """READs that are over; whether there were any."""
         finished: list[Wanted] = []
         for read in list(self._reads):
             handle, rows = read
@@ -193,15 +191,17 @@ class _Lane:
                 self._reads.remove(read)
                 _give_back(handle)
                 finished += rows
-        return self._landed(finished, alone=False) if finished else None
+        if finished:
+            self._landed(finished, alone=False)
+        return bool(finished)
 
-    def _begin(self, agent: Agent, peer_name: Any) -> Landed | None:
-        """A READ that was over at once: it took its time, and is told first.
+    def _begin(self, agent: Agent, peer_name: Any) -> bool:
+        """Up to one that was over at once, which took its time; whether there was one.
 
         Waits for something to read while nothing is in flight.
         """
         while len(self._reads) < READS_IN_FLIGHT:
-            rows = self._peer.take(agent.row_bytes, wait=not self._reads)
+            rows = self._peer.take(wait=not self._reads)
             if not rows:
                 break
             handle = self._new_read(agent, peer_name, rows)
@@ -209,16 +209,16 @@ class _Lane:
             if _is_over(agent.nixl.transfer(handle)):
                 self._reads.pop()
                 _give_back(handle)
-                return self._landed(rows, alone=not self._reads)
-        return None
+                self._landed(rows, alone=not self._reads)
+                return True
+        return False
 
-    def _landed(self, rows: Sequence[Wanted], *, alone: bool) -> Landed:
-        self._peer.has_read = True
+    def _landed(self, rows: Sequence[Wanted], *, alone: bool) -> None:
         if alone:
             self._peer.add_lane()
         ours = self._peer.reader.rows
         landed = [LandedRow(wanted.part_id, checksum_of(ours[wanted.row])) for wanted in rows]
-        return Landed(self._peer.address, landed, alone)
+        self._peer.landed(landed, alone=alone)
 
     def _new_read(self, agent: Agent, peer_name: Any, rows: Sequence[Wanted]) -> Any:
         size, memory = agent.row_bytes, self._peer.memory

@@ -1,6 +1,7 @@
 """What the puller knows of each peer. No I/O."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
@@ -44,6 +45,7 @@ class Row:
 
     job: Job
     wanted: Wanted
+    part_id: PartId
     state: RowState = RowState.OWED
     dropped: bool = False  # it has failed, and ends as soon as nothing gets into it any more
     is_read: bool = False  # out of the peer's memory
@@ -87,10 +89,10 @@ class Peer:
         if not self.owes:
             self.quiet_since, self.pinged = now, False
 
-    def begin_to_owe_row(self, row: Row, now: float) -> None:
-        """The row is asked for."""
+    def begin_to_owe_rows(self, rows: Sequence[Row], now: float) -> None:
+        """They are asked for."""
         self.begin_to_owe(now)
-        self.owed[row.wanted.part_id] = row
+        self.owed.update((row.part_id, row) for row in rows)
         if self.pulling_since is None:
             self.pulling_since = now
 

@@ -339,9 +339,9 @@ class Pulling:
     # ---- for telling and for tests -----------------------------------------------------------------------------
 
     @property
-    def bytes_from(self) -> Counter[Address]:
-        """Bytes of rows of each peer that were right."""
-        return self._transfers.bytes_from
+    def rows_from(self) -> Counter[Address]:
+        """Rows of each peer that were right."""
+        return self._transfers.rows_from
 
     @property
     def failed_rows(self) -> Counter[str]:

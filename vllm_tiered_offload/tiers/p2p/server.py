@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 EAGER_SECONDS = 0.1  # after which peers that read are helped less often
 LAZY_SECONDS = 0.001
+ALONE_SECONDS = 0.01  # between two helps of peers that read alone: each takes time from what copies
 PROVE_BYTES = 8 << 20  # of one turn, or one row: between them others have theirs
 
 
@@ -160,9 +161,10 @@ class PeerServer(IoThread):
             return self._clock()
         if self._agent is None or self._serving is None or not self._serving.owner.promises.num_reading:
             return None
+        if not self._serving.owner.promises.needs_help:
+            return self._helped_at + ALONE_SECONDS
         now = self._clock()
-        is_eager = self._serving.owner.promises.needs_help and now - self._heard_at < EAGER_SECONDS
-        return now if is_eager else now + LAZY_SECONDS
+        return now if now - self._heard_at < EAGER_SECONDS else now + LAZY_SECONDS
 
     def _close(self) -> None:
         if self._serving is not None:
@@ -222,7 +224,7 @@ class PeerServer(IoThread):
             self._agent.progress()
             if not self._is_proving:
                 time.sleep(PAUSE_SECONDS)
-        elif self._clock() >= self._helped_at + LAZY_SECONDS:
+        elif self._clock() >= self._helped_at + ALONE_SECONDS:
             self._helped_at = self._clock()
             self._agent.progress()
 

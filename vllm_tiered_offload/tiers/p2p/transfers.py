@@ -9,14 +9,14 @@
 - A row ends once: verified, corrupt, refused, or failed with its peer or at its deadline. A job ends with its last row.
 - A row that is landing ends only when it has landed, or when its peer is disconnected: whoever has the row next would
   find somebody else's bytes in it. What was to end before is `dropped`, and ends then.
-- Bytes count when they were verified, and those that were read out of a peer's memory when the peer has confirmed that
+- Rows count when they were verified, and those that were read out of a peer's memory when the peer has confirmed that
   its promise held until they were there.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 
 from vllm_tiered_offload.contract.seams import Clock
 from vllm_tiered_offload.tiers.block_frame import PayloadChecksum
@@ -34,6 +34,7 @@ from vllm_tiered_offload.tiers.p2p.instructions import (
 )
 from vllm_tiered_offload.tiers.p2p.messages import (
     MAX_PARTS,
+    MAX_READ_PARTS,
     Buffer,
     Confirm,
     Confirmed,
@@ -84,7 +85,7 @@ class Transfers:
         # Jobs with open rows; each open row is in the `owed` or the `queue` of exactly one peer.
         self._jobs: dict[int, Job] = {}
         # For telling.
-        self.bytes_from: Counter[Address] = Counter()  # of rows that were right
+        self.rows_from: Counter[Address] = Counter()  # that were right
         self.failed_rows: Counter[str] = Counter()  # rows that did not come, by kind
 
     def promised(self, round_id: RoundId, address: Address) -> None:
@@ -96,15 +97,15 @@ class Transfers:
         now = self._clock()
         job = self._jobs[job_id] = Job(job_id, now + self._seconds, len(rows))
         peers: dict[Address, Peer] = {}
-        for wanted in rows:
-            promise = self._promises.get(wanted.part_id[:2])
-            peer = self._peers[wanted.source.address]
-            if promise is None or peer.phase is not Phase.READY or now >= wanted.source.expires:
-                job.open -= 1
+        for (address, request, round_), group in groupby(rows, lambda wanted: wanted.source[:3]):
+            of_round = list(group)
+            promise, peer = self._promises.get((request, round_)), self._peers[address]
+            if promise is None or peer.phase is not Phase.READY or now >= of_round[0].source.expires:
+                job.open -= len(of_round)
                 continue
-            promise.rows += 1
-            peer.queue.append(Row(job, wanted))
-            peers[peer.address] = peer
+            promise.rows += len(of_round)
+            peer.queue.extend(Row(job, wanted, wanted.part_id) for wanted in of_round)
+            peers[address] = peer
         for peer in peers.values():
             self._fetch_more(peer)
         self._end_if_over(job)
@@ -112,14 +113,13 @@ class Transfers:
     # ---- asking ------------------------------------------------------------------------------------------------
 
     def _fetch_more(self, peer: Peer) -> None:
-        """Ask for as many queued rows as the window allows, round by round."""
-        batch: list[Row] = []
-        now, window = self._clock(), self._window(peer)
-        while peer.queue and len(peer.owed) < window:
-            row = peer.queue.popleft()
-            peer.begin_to_owe_row(row, now)
-            batch.append(row)
-        for rows in _by_message(batch):
+        """Ask for as many queued rows as the window allows, once half of it is free, round by round."""
+        window, owed = self._window(peer), len(peer.owed)
+        if not peer.queue or owed > window // 2:
+            return
+        batch = [peer.queue.popleft() for _ in range(min(window - owed, len(peer.queue)))]
+        peer.begin_to_owe_rows(batch, self._clock())
+        for rows in _by_round(batch):
             self._ask_for(peer, rows)
 
     def _window(self, peer: Peer) -> int:
@@ -127,15 +127,18 @@ class Transfers:
 
     def _ask_for(self, peer: Peer, rows: Sequence[Row]) -> None:
         """These rows of one round."""
-        source, parts = rows[0].wanted.source, tuple(row.wanted.source.part for row in rows)
+        source = rows[0].wanted.source
+        promise = source.request, source.round, source.epoch
         if not peer.can_read or source.row is None:
-            self._out(Say(peer.address, Fetch(source.request, source.round, source.epoch, parts)))
+            for parts in _parts(rows, MAX_PARTS):
+                self._out(Say(peer.address, Fetch(*promise, parts)))
             return
         for row in rows:
             row.state, row.is_read = RowState.LANDING, True
         # The rows are promised: nothing is lost by reading before the peer has heard of it.
         self._out(Read(peer.address, tuple(row.wanted for row in rows)))
-        self._out(Say(peer.address, Reading(source.request, source.round, source.epoch, parts, peer.reads_alone)))
+        for parts in _parts(rows, MAX_READ_PARTS):
+            self._out(Say(peer.address, Reading(*promise, parts, peer.reads_alone)))
 
     # ---- bytes come --------------------------------------------------------------------------------------------
 
@@ -156,41 +159,35 @@ class Transfers:
         if row is None or row.is_read or (payload is None) != (row.state is RowState.LANDING):
             return
         if payload is not None:
-            good = self._verifier.accept(row.wanted, header, payload)
-            self._end_verified(peer, row, len(payload), good=good)
+            self._end_judged(peer, [(row, self._verifier.accept(row.wanted, header, payload))])
         elif row.dropped:
-            self._end_row(peer, row)
+            self._end_rows(peer, [row])
         else:
             row.proof, row.checksum = header, checksum
-            self._verify(peer, [row])
+            self._judge(peer, [row])
+        self._fetch_more(peer)
 
     def on_landed(self, peer: Peer, landed: Sequence[LandedRow]) -> None:
         """These parts were read."""
-        kept = []
+        kept: list[Row] = []
+        dropped: list[Row] = []
         for part_id, checksum in landed:
             row = peer.owed.get(part_id)
-            if row is None or row.state is not RowState.LANDING:
-                continue
-            row.state, row.checksum = RowState.OWED, checksum
-            if row.dropped:
-                self._end_row(peer, row)
-            else:
-                kept.append(row)
-        self._ask_to_confirm(peer)
-        self._verify(peer, kept)
+            if row is not None and row.state is RowState.LANDING:
+                row.state, row.checksum = RowState.OWED, checksum
+                (dropped if row.dropped else kept).append(row)
+        for rows in _by_round(kept):
+            self._ask_to_confirm(peer, rows)
+        self._end_rows(peer, dropped)
+        self._judge(peer, kept)
+        self._fetch_more(peer)
 
-    def _ask_to_confirm(self, peer: Peer) -> None:
-        """What was read, if that is half of the window or nothing is being read any more: few messages, and still there
-        is always something to read."""
-        read = [
-            row for row in peer.owed.values() if row.is_read and not row.asked and row.state is not RowState.LANDING
-        ]
-        if len(read) < self._window(peer) // 2 and any(row.state is RowState.LANDING for row in peer.owed.values()):
-            return
-        for rows in _by_message(read):
-            for row in rows:
-                row.asked = True
-            source, parts = rows[0].wanted.source, tuple(row.wanted.source.part for row in rows)
+    def _ask_to_confirm(self, peer: Peer, rows: Sequence[Row]) -> None:
+        """These rows of one round were read."""
+        for row in rows:
+            row.asked = True
+        source = rows[0].wanted.source
+        for parts in _parts(rows, MAX_READ_PARTS):
             self._out(Say(peer.address, Confirm(source.request, source.round, source.epoch, parts)))
 
     def on_proofs(self, peer: Peer, proofs: Proofs) -> None:
@@ -206,10 +203,12 @@ class Transfers:
                 raise MessageError("a proof of what is not read, or the second one")
             row.proof = proof
             proved.append(row)
-        self._verify(peer, proved)
+        self._judge(peer, proved)
+        self._fetch_more(peer)
 
     def on_confirmed(self, peer: Peer, confirmed: Confirmed) -> None:
         """The peer's promise of these parts held until they had been read."""
+        right: list[Row] = []
         for part in confirmed.parts:
             row = peer.owed.get((confirmed.request, confirmed.round, part))
             if row is None:
@@ -217,63 +216,70 @@ class Transfers:
             if not row.asked or row.confirmed:
                 raise MessageError("a confirmation of what it was not asked for")
             row.confirmed = True
-            if row.state is RowState.RIGHT and row.checksum is not None:
-                self._end_verified(peer, row, row.checksum.size, good=True)
+            if row.state is RowState.RIGHT:
+                right.append(row)
+        self._end_right(peer, right)
+        self._fetch_more(peer)
 
-    def _verify(self, peer: Peer, rows: Sequence[Row]) -> None:
-        """Those that have landed and have a proof. A wrong one may be the end of its peer, and of the others."""
+    def _judge(self, peer: Peer, rows: Sequence[Row]) -> None:
+        """Those that have landed and have a proof."""
+        judged: list[tuple[Row, bool]] = []
         for row in rows:
-            if row.proof is None or row.checksum is None or peer.owed.get(row.wanted.part_id) is not row:
-                continue
-            good = self._verifier.is_right(row.wanted, row.proof, row.checksum)
-            if good and row.is_read and not row.confirmed:
-                row.state = RowState.RIGHT
-            else:
-                self._end_verified(peer, row, row.checksum.size, good=good)
+            if row.proof is not None and row.checksum is not None:
+                good = self._verifier.is_right(row.wanted, row.proof, row.checksum)
+                if good and row.is_read and not row.confirmed:
+                    row.state = RowState.RIGHT
+                else:
+                    judged.append((row, good))
+        self._end_judged(peer, judged)
 
-    def _end_verified(self, peer: Peer, row: Row, num_bytes: int, *, good: bool) -> None:
-        if good:
+    def _end_judged(self, peer: Peer, judged: Sequence[tuple[Row, bool]]) -> None:
+        """Rows, and whether they are right. A wrong one may be the end of its peer, and of all that it owes."""
+        self._end_right(peer, [row for row, good in judged if good])
+        for row in [row for row, good in judged if not good]:
+            if peer.owed.get(row.part_id) is row:
+                row.job.corrupt.append(row.wanted.key)
+                self.failed_rows["corrupt"] += 1
+                self._end_rows(peer, [row])
+                self._strike(peer, "corrupt")
+
+    def _end_right(self, peer: Peer, rows: Sequence[Row]) -> None:
+        if rows:
             peer.strikes = 0
-            self.bytes_from[peer.address] += num_bytes
-            row.job.good.append(row.wanted.key)
-        else:
-            row.job.corrupt.append(row.wanted.key)
-            self.failed_rows["corrupt"] += 1
-        self._end_row(peer, row)
-        if not good:
-            self._strike(peer, "corrupt")
+            self.rows_from[peer.address] += len(rows)
+            for row in rows:
+                row.job.good.append(row.wanted.key)
+            self._end_rows(peer, rows)
 
     # ---- ends --------------------------------------------------------------------------------------------------
 
     def fail(self, peer: Peer, why: str, round_id: RoundId | None = None) -> None:
         """The rows of one round, or all. Those that are landing end later, unless the peer is disconnected by now."""
-        rows = [row for row in peer.rows if round_id in (None, row.wanted.part_id[:2])]
+        rows = [row for row in peer.rows if round_id in (None, row.part_id[:2])]
         if rows:
             self.failed_rows[why] += len(rows)
+        self._drop(peer, rows)
+        self._fetch_more(peer)
+
+    def _drop(self, peer: Peer, rows: Sequence[Row]) -> None:
         for row in rows:
-            self._drop(peer, row)
-        if peer.phase is Phase.READY:
-            self._fetch_more(peer)
+            row.dropped = True
+        closed = peer.phase is Phase.CLOSED
+        self._end_rows(peer, [row for row in rows if closed or row.state is not RowState.LANDING])
 
-    def _drop(self, peer: Peer, row: Row) -> None:
-        row.dropped = True
-        if row.state is not RowState.LANDING or peer.phase is Phase.CLOSED:
-            self._end_row(peer, row)
-
-    def _end_row(self, peer: Peer, row: Row) -> None:
-        """Take it from its peer, its promise and its job."""
-        part_id = row.wanted.part_id
-        if peer.owed.pop(part_id, None) is None:
-            peer.queue.remove(row)
-        round_id = part_id[:2]
-        promise = self._promises.get(round_id)
-        if promise is not None:
-            promise.rows -= 1
-            self._release_if_unwanted(round_id)
-        row.job.open -= 1
-        self._end_if_over(row.job)
-        if peer.phase is Phase.READY and not row.dropped and len(peer.owed) <= self._window(peer) // 2:
-            self._fetch_more(peer)
+    def _end_rows(self, peer: Peer, rows: Sequence[Row]) -> None:
+        """Take them from their peer, their promises and their jobs."""
+        for row in rows:
+            if peer.owed.pop(row.part_id, None) is None:
+                peer.queue.remove(row)
+        for round_id, count in Counter(row.part_id[:2] for row in rows).items():
+            promise = self._promises.get(round_id)
+            if promise is not None:
+                promise.rows -= count
+                self._release_if_unwanted(round_id)
+        for job, count in Counter(row.job for row in rows).items():
+            job.open -= count
+            self._end_if_over(job)
         peer.settle(self._clock())
 
     def _end_if_over(self, job: Job) -> None:
@@ -289,8 +295,7 @@ class Transfers:
     def drop_all(self) -> None:
         """Every job ends, at once or as soon as nothing gets into its rows, and every promise with it."""
         for peer in self._peers.values():
-            for row in peer.rows:
-                self._drop(peer, row)
+            self._drop(peer, peer.rows)
         for request in {round_id[0] for round_id in self._promises}:
             self.finish(request)
 
@@ -337,15 +342,20 @@ class Transfers:
         assert all(job.open for job in self._jobs.values())
         for round_id, promise in self._promises.items():
             assert promise.wanted or promise.rows
-            assert promise.rows == sum(row.wanted.part_id[:2] == round_id for row in rows)
+            assert promise.rows == sum(row.part_id[:2] == round_id for row in rows)
         for peer in self._peers.values():
             assert len(peer.owed) <= max(WINDOW, self._read_window)
             assert all(row.state is RowState.LANDING for row in peer.owed.values() if row.dropped)
             assert not any(row.dropped or row.state is not RowState.OWED for row in peer.queue)
 
 
-def _by_message(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows of one round each, as many as one message may tell of."""
-    for _, group in groupby(rows, lambda row: row.wanted.part_id[:2]):
-        while some := list(islice(group, MAX_PARTS)):
-            yield some
+def _by_round(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Rows of one round each."""
+    for _, group in groupby(rows, lambda row: row.part_id[:2]):
+        yield list(group)
+
+
+def _parts(rows: Sequence[Row], at_most: int) -> Iterator[tuple[int, ...]]:
+    """What they are called, as many at a time as one message may tell of."""
+    for first in range(0, len(rows), at_most):
+        yield tuple(row.wanted.source.part for row in rows[first : first + at_most])
