@@ -220,13 +220,13 @@ class TierPuller:
 
 
 class RawNixlPuller:
-    """READs of all rows: the faster of one for all of them and of small ones, some at a time.
+    """READs of all rows, `rows_a_read` in each, `at_once` of them in flight.
 
     Its owner helps without a pause, and is stopped as long as others are measured, who would have a core less.
     """
 
-    def __init__(self, region: Rows) -> None:
-        self.region = region
+    def __init__(self, region: Rows, rows_a_read: int, at_once: int) -> None:
+        self.region, self.rows_a_read, self.at_once = region, rows_a_read, at_once
         self.owner = Owner("nixl", region)
         self.agent = Agent("raw puller", HOST)
         self.agent.register(region.rows)
@@ -234,21 +234,20 @@ class RawNixlPuller:
         self.owner.process.send_signal(signal.SIGSTOP)
 
     def pull(self) -> float:
-        small = max(1, READ_BYTES // self.region.geometry.row_bytes)
         self.owner.process.send_signal(signal.SIGCONT)
         try:
-            return min(self._pull(len(self.region.rows), 1), self._pull(small, READS_IN_FLIGHT))
+            return self._pull()
         finally:
             self.owner.process.send_signal(signal.SIGSTOP)
 
-    def _pull(self, rows_a_read: int, at_once: int) -> float:
+    def _pull(self) -> float:
         began = time.perf_counter()
         nixl, flying = self.agent.nixl, []
         first, total = 0, len(self.region.rows)
         while first < total or flying:
-            while first < total and len(flying) < at_once:
-                handle = self._new_read(first, min(first + rows_a_read, total))
-                first += rows_a_read
+            while first < total and len(flying) < self.at_once:
+                handle = self._new_read(first, min(first + self.rows_a_read, total))
+                first += self.rows_a_read
                 if nixl.transfer(handle) == "DONE":
                     handle.release()
                 else:
@@ -268,6 +267,12 @@ class RawNixlPuller:
     def close(self) -> None:
         self.agent.close()
         self.owner.end()
+
+
+def raw_nixl(region: Rows) -> list[RawNixlPuller]:
+    """One READ for all rows, and small ones, some at a time."""
+    small = max(1, READ_BYTES // region.geometry.row_bytes)
+    return [RawNixlPuller(region, len(region.rows), 1), RawNixlPuller(region, small, READS_IN_FLIGHT)]
 
 
 class SocketPuller:

@@ -302,7 +302,7 @@ def ready_to_read(world: World, count: int = 3) -> dict[OffloadKey, Source]:
 
 def test_rows_that_were_read_count_when_confirmed_and_checked() -> None:
     """Two questions to the owner: it hears of the read when it begins, and confirms when it is over. Its proofs come
-    when they come. Made to fail by counting rows that are right and not confirmed."""
+    before that. Made to fail by counting rows that are right and not confirmed."""
     world = World(read_window=4)
     read, reading = world.pull(ready_to_read(world))
     assert reading == Say(A, Reading(1, 1, EPOCH, (0, 1, 2)))
@@ -310,17 +310,16 @@ def test_rows_that_were_read_count_when_confirmed_and_checked() -> None:
     assert [wanted.row for wanted in read.rows] == [100, 101, 102]
     assert world.hear(A, Proofs(1, 1, (0,), (PROOF,))) == []
     assert world.landed(A, (1, 1, 0), (1, 1, 2)) == [Say(A, Confirm(1, 1, EPOCH, (0, 2)))]
-    assert world.verified == [100]
+    assert world.pulling.rows_from[A] == 0
+    world.wrong.add(102)
+    assert world.hear(A, Proofs(1, 1, (1, 2), (PROOF, PROOF))) == []
     assert world.pulling.rows_from[A] == 0
     assert world.hear(A, Confirmed(1, 1, (0, 2))) == []
     assert world.pulling.rows_from[A] == 1
-    world.wrong.add(102)
-    assert world.hear(A, Proofs(1, 1, (1, 2), (PROOF, PROOF))) == []
     assert world.verified == [100, 102]
     assert world.landed(A, (1, 1, 1)) == [Say(A, Confirm(1, 1, EPOCH, (1,)))]
-    assert world.verified == [100, 102, 101]
-    assert world.pulling.rows_from[A] == 1, "it is not confirmed"
     assert world.hear(A, Refuse(1, 1, Reason.GONE)) == [JobEnded(1, (keys(1)[0],), (keys(3)[2],))]
+    assert world.pulling.rows_from[A] == 1, "the last one is not confirmed"
 
 
 def test_the_next_half_window_is_read_when_half_has_come() -> None:
@@ -386,9 +385,10 @@ def test_a_peer_that_fails_by_what_it_sent_takes_the_rest_along(world: World) ->
     world.pull(ready_to_read(world, 6))
     world.wrong.update((100, 101, 103, 104))
     world.landed(A, *((1, 1, part) for part in range(6)))
-    steps = world.hear(A, Proofs(1, 1, tuple(range(6)), (PROOF,) * 6))
+    world.hear(A, Proofs(1, 1, tuple(range(6)), (PROOF,) * 6))
+    steps = world.hear(A, Confirmed(1, 1, tuple(range(6))))
     wrong = tuple(keys(4)[part] for part in (0, 1, 3))
-    assert steps == [Disconnect(A), JobEnded(1, (), wrong)]
+    assert steps == [Disconnect(A), JobEnded(1, (keys(6)[2], keys(6)[5]), wrong)]
 
 
 def test_a_proof_of_what_is_not_read_drops_the_peer(world: World) -> None:
@@ -408,10 +408,23 @@ def test_a_second_proof_drops_the_peer(world: World, landed: bool) -> None:
     assert world.hear(A, Proofs(1, 1, (0,), (PROOF,))) == [Disconnect(A), JobEnded(1, (), ())]
 
 
-def test_a_confirmation_before_the_read_is_over_drops_the_peer(world: World) -> None:
-    """It would say nothing of the rest of the read. Made to fail by taking it as it comes."""
+def test_a_confirmation_twice_drops_the_peer(world: World) -> None:
+    """The row would end twice. Made to fail by taking it."""
+    world.pull(ready_to_read(world, 2))
+    world.landed(A, (1, 1, 0), (1, 1, 1))
+    world.hear(A, Proofs(1, 1, (0, 1), (PROOF, PROOF)))
+    assert world.hear(A, Confirmed(1, 1, (0, 0))) == [Disconnect(A), JobEnded(1, (), ())]
+
+
+@pytest.mark.parametrize("what", ["the read is over", "it is proved"])
+def test_a_confirmation_before_its_time_drops_the_peer(world: World, what: str) -> None:
+    """It would say nothing of the rest of the read, or let in whatever was read. Made to fail by taking it as it
+    comes."""
     world.pull(ready_to_read(world, 1))
-    world.hear(A, Proofs(1, 1, (0,), (PROOF,)))
+    if what == "it is proved":
+        world.landed(A, (1, 1, 0))
+    else:
+        world.hear(A, Proofs(1, 1, (0,), (PROOF,)))
     assert world.hear(A, Confirmed(1, 1, (0,))) == [Disconnect(A), JobEnded(1, (), ())]
 
 

@@ -9,7 +9,7 @@ from math import inf
 from vllm_tiered_offload.contract.keys import OffloadKey
 from vllm_tiered_offload.tiers.block_frame import PayloadChecksum
 from vllm_tiered_offload.tiers.p2p.instructions import Address, PartId, RoundId, Wanted
-from vllm_tiered_offload.tiers.p2p.messages import Buffer, Proof
+from vllm_tiered_offload.tiers.p2p.messages import Proof
 
 
 class Phase(Enum):
@@ -18,14 +18,6 @@ class Phase(Enum):
     CLOSED = "closed"
     GREETING = "greeting"
     READY = "ready"
-
-
-class RowState(Enum):
-    """How far a row that was asked for is."""
-
-    OWED = "owed"  # the peer has to say something about it
-    LANDING = "landing"  # bytes get into it, until the transport says that it has landed or the peer is disconnected
-    RIGHT = "right"  # its bytes are, and the peer has to say that its promise held until they were read
 
 
 @dataclass(slots=True, eq=False)
@@ -46,13 +38,11 @@ class Row:
     job: Job
     wanted: Wanted
     part_id: PartId
-    state: RowState = RowState.OWED
+    is_landing: bool = False  # bytes get into it, until it is told to have landed or the peer is disconnected
     dropped: bool = False  # it has failed, and ends as soon as nothing gets into it any more
-    is_read: bool = False  # out of the peer's memory
-    checksum: PayloadChecksum | None = None  # of what has landed
-    proof: Buffer | Proof | None = None  # what is to be there: a frame header where it was sent
-    asked: bool = False  # where it was read: the peer was asked whether its promise held until then
-    confirmed: bool = False  # and it did
+    is_read: bool = False  # out of the peer's memory; then
+    checksum: PayloadChecksum | None = None  # of what has landed, and
+    proof: Proof | None = None  # what is to be there
 
 
 @dataclass(slots=True)

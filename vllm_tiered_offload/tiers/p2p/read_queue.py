@@ -14,7 +14,7 @@ from vllm_tiered_offload.tiers.p2p.instructions import LandedRow, Wanted
 from vllm_tiered_offload.tiers.p2p.messages import MAX_READ_PARTS
 
 LANES = 2  # of one peer, where READs are copies
-READ_BYTES = 4 << 20  # of one READ, or one row: in the cache when it is verified
+READ_BYTES = 8 << 20  # of one READ, or one row: in the cache when it is verified
 WINDOW_BYTES = 128 << 20  # of one peer that are asked for and not verified
 
 

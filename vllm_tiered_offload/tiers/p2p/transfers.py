@@ -1,10 +1,10 @@
 """The rows that jobs want, and the promises that they use. No I/O.
 
-    queued --window has room--> owed --Data and its payload: verified, copied---------------------> ended
-                                 |  ^--Data, its payload is landing in the row--> landing, verified ---^
-                                 |
-                                 +--Reading, where the peer's memory can be read--> landing --Confirm--> owed
-                                       owed --its Proofs are there: verified--> right --Confirmed--> ended
+    queued --window has room--> owed --Data and its payload: verified, copied-------------------> ended
+                                 |  +--Data, its payload gets into the row--> landing --verified----^
+                                 |                                                                  |
+                                 +--Reading, where the peer's memory can be read--> landing         |
+                                       --Confirm--> owed --Confirmed, after its Proofs: verified----+
 
 - A row ends once: verified, corrupt, refused, or failed with its peer or at its deadline. A job ends with its last row.
 - A row that is landing ends only when it has landed, or when its peer is disconnected: whoever has the row next would
@@ -45,7 +45,7 @@ from vllm_tiered_offload.tiers.p2p.messages import (
     Reading,
     Release,
 )
-from vllm_tiered_offload.tiers.p2p.peers import Job, Peer, Phase, Row, RowState
+from vllm_tiered_offload.tiers.p2p.peers import Job, Peer, Phase, Row
 
 WINDOW = MAX_PARTS  # rows that one peer owes us at a time: a server drops whoever has more in its queue
 
@@ -134,7 +134,7 @@ class Transfers:
                 self._out(Say(peer.address, Fetch(*promise, parts)))
             return
         for row in rows:
-            row.state, row.is_read = RowState.LANDING, True
+            row.is_landing = row.is_read = True
         # The rows are promised: nothing is lost by reading before the peer has heard of it.
         self._out(Read(peer.address, tuple(row.wanted for row in rows)))
         for parts in _parts(rows, MAX_READ_PARTS):
@@ -145,9 +145,9 @@ class Transfers:
     def landing(self, peer: Peer, part_id: PartId) -> Wanted | None:
         """Whether the payload of this part may get into its row from now on."""
         row = peer.owed.get(part_id)
-        if row is None or row.state is not RowState.OWED or row.is_read:
+        if row is None or row.is_landing or row.is_read:
             return None
-        row.state = RowState.LANDING
+        row.is_landing = True
         return row.wanted
 
     def on_data(
@@ -156,15 +156,14 @@ class Transfers:
         """The part is there: in `payload`, or in its row, where `landing` had one for it, and then with a checksum."""
         [part] = data.parts  # transports tell of one at a time
         row = peer.owed.get((data.request, data.round, part))
-        if row is None or row.is_read or (payload is None) != (row.state is RowState.LANDING):
+        if row is None or row.is_read or (payload is None) != row.is_landing:
             return
-        if payload is not None:
-            self._end_judged(peer, [(row, self._verifier.accept(row.wanted, header, payload))])
-        elif row.dropped:
+        if row.dropped:
             self._end_rows(peer, [row])
-        else:
-            row.proof, row.checksum = header, checksum
-            self._judge(peer, [row])
+        elif checksum is not None:
+            self._end(peer, [(row, self._verifier.is_right(row.wanted, header, checksum))])
+        elif payload is not None:
+            self._end(peer, [(row, self._verifier.accept(row.wanted, header, payload))])
         self._fetch_more(peer)
 
     def on_landed(self, peer: Peer, landed: Sequence[LandedRow]) -> None:
@@ -173,28 +172,20 @@ class Transfers:
         dropped: list[Row] = []
         for part_id, checksum in landed:
             row = peer.owed.get(part_id)
-            if row is not None and row.state is RowState.LANDING:
-                row.state, row.checksum = RowState.OWED, checksum
+            if row is not None and row.is_landing:
+                row.is_landing, row.checksum = False, checksum
                 (dropped if row.dropped else kept).append(row)
         for rows in _by_round(kept):
-            self._ask_to_confirm(peer, rows)
+            source = rows[0].wanted.source
+            for parts in _parts(rows, MAX_READ_PARTS):
+                self._out(Say(peer.address, Confirm(source.request, source.round, source.epoch, parts)))
         self._end_rows(peer, dropped)
-        self._judge(peer, kept)
         self._fetch_more(peer)
-
-    def _ask_to_confirm(self, peer: Peer, rows: Sequence[Row]) -> None:
-        """These rows of one round were read."""
-        for row in rows:
-            row.asked = True
-        source = rows[0].wanted.source
-        for parts in _parts(rows, MAX_READ_PARTS):
-            self._out(Say(peer.address, Confirm(source.request, source.round, source.epoch, parts)))
 
     def on_proofs(self, peer: Peer, proofs: Proofs) -> None:
         """What is to be in rows that are being read, or were."""
         if len(proofs.parts) != len(proofs.proofs):
             raise MessageError("proofs of other parts than it says")
-        proved: list[Row] = []
         for part, proof in zip(proofs.parts, proofs.proofs, strict=True):
             row = peer.owed.get((proofs.request, proofs.round, part))
             if row is None:
@@ -202,41 +193,26 @@ class Transfers:
             if not row.is_read or row.proof is not None:
                 raise MessageError("a proof of what is not read, or the second one")
             row.proof = proof
-            proved.append(row)
-        self._judge(peer, proved)
-        self._fetch_more(peer)
 
     def on_confirmed(self, peer: Peer, confirmed: Confirmed) -> None:
         """The peer's promise of these parts held until they had been read."""
-        right: list[Row] = []
+        if len(set(confirmed.parts)) < len(confirmed.parts):
+            raise MessageError("a confirmation of the same part twice")
+        verified: list[tuple[Row, bool]] = []
         for part in confirmed.parts:
             row = peer.owed.get((confirmed.request, confirmed.round, part))
             if row is None:
                 continue
-            if not row.asked or row.confirmed:
-                raise MessageError("a confirmation of what it was not asked for")
-            row.confirmed = True
-            if row.state is RowState.RIGHT:
-                right.append(row)
-        self._end_right(peer, right)
+            if row.checksum is None or row.proof is None:
+                raise MessageError("a confirmation of what was not read, or not proved")
+            verified.append((row, self._verifier.is_right(row.wanted, row.proof, row.checksum)))
+        self._end(peer, verified)
         self._fetch_more(peer)
 
-    def _judge(self, peer: Peer, rows: Sequence[Row]) -> None:
-        """Those that have landed and have a proof."""
-        judged: list[tuple[Row, bool]] = []
-        for row in rows:
-            if row.proof is not None and row.checksum is not None:
-                good = self._verifier.is_right(row.wanted, row.proof, row.checksum)
-                if good and row.is_read and not row.confirmed:
-                    row.state = RowState.RIGHT
-                else:
-                    judged.append((row, good))
-        self._end_judged(peer, judged)
-
-    def _end_judged(self, peer: Peer, judged: Sequence[tuple[Row, bool]]) -> None:
+    def _end(self, peer: Peer, verified: Sequence[tuple[Row, bool]]) -> None:
         """Rows, and whether they are right. A wrong one may be the end of its peer, and of all that it owes."""
-        self._end_right(peer, [row for row, good in judged if good])
-        for row in [row for row, good in judged if not good]:
+        self._end_right(peer, [row for row, right in verified if right])
+        for row in [row for row, right in verified if not right]:
             if peer.owed.get(row.part_id) is row:
                 row.job.corrupt.append(row.wanted.key)
                 self.failed_rows["corrupt"] += 1
@@ -265,7 +241,7 @@ class Transfers:
         for row in rows:
             row.dropped = True
         closed = peer.phase is Phase.CLOSED
-        self._end_rows(peer, [row for row in rows if closed or row.state is not RowState.LANDING])
+        self._end_rows(peer, [row for row in rows if closed or not row.is_landing])
 
     def _end_rows(self, peer: Peer, rows: Sequence[Row]) -> None:
         """Take them from their peer, their promises and their jobs."""
@@ -345,8 +321,8 @@ class Transfers:
             assert promise.rows == sum(row.part_id[:2] == round_id for row in rows)
         for peer in self._peers.values():
             assert len(peer.owed) <= max(WINDOW, self._read_window)
-            assert all(row.state is RowState.LANDING for row in peer.owed.values() if row.dropped)
-            assert not any(row.dropped or row.state is not RowState.OWED for row in peer.queue)
+            assert all(row.is_landing for row in peer.owed.values() if row.dropped)
+            assert not any(row.dropped or row.is_landing for row in peer.queue)
 
 
 def _by_round(rows: Sequence[Row]) -> Iterator[list[Row]]:
