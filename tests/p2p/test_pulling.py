@@ -491,7 +491,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World()
+        self.world = World(read_window=2)
         self.asked: set[tuple[int, int]] = set()
         self.found: dict[OffloadKey, Source] = {}
         self.jobs: dict[int, set[int]] = {}  # open ones and their rows
@@ -623,3 +623,86 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+class ReadsInAnyOrder(RuleBasedStateMachine):
+    """A peer that reads come from answers everything, in any order, and refuses some rounds. Every job ends without
+    time passing. Made to fail by rows that end without asking for more in their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(read_window=2)
+        self.jobs: set[int] = set()  # open ones
+        self.refused: set[int] = set()  # rounds
+        self.landing: list[PartId] = []
+        self.readings: list[Reading] = []  # not proved
+        self.confirms: list[Confirm] = []  # not answered
+        self.round = 0
+        ready_to_read(self.world, 1)
+
+    def perform(self, steps: Sequence[Instruction]) -> None:
+        for step in steps:
+            match step:
+                case Read(_, rows):
+                    self.landing += [wanted.part_id for wanted in rows]
+                case Say(_, Reading() as reading):
+                    self.readings.append(reading)
+                case Say(_, Confirm() as confirm):
+                    self.confirms.append(confirm)
+                case JobEnded(job_id):
+                    self.jobs.remove(job_id)
+        self.world.pulling.check()
+
+    @rule(count=st.integers(1, 5))
+    def pull(self, count: int) -> None:
+        self.round += 1
+        self.world.pulling.ask(2, self.round, keys(count), [A])
+        numbers = tuple(range(count))
+        [answered] = self.world.hear(A, Found(2, self.round, EPOCH, numbers, 10.0, numbers))
+        assert isinstance(answered, Answered)
+        self.jobs.add(self.round)
+        self.perform(self.world.pull(answered.found, self.round))
+
+    @precondition(lambda self: self.landing)
+    @rule(which=st.integers(0, 99), count=st.integers(1, 3))
+    def land(self, which: int, count: int) -> None:
+        some = [self.landing.pop(which % len(self.landing)) for _ in range(min(count, len(self.landing)))]
+        self.perform(self.world.landed(A, *some))
+
+    @precondition(lambda self: self.readings)
+    @rule(which=st.integers(0, 99))
+    def prove(self, which: int) -> None:
+        reading = self.readings.pop(which % len(self.readings))
+        if reading.round not in self.refused:
+            self.perform(self.world.hear(A, Proofs(2, reading.round, reading.parts, (PROOF,) * len(reading.parts))))
+
+    @precondition(lambda self: self.confirms)
+    @rule(which=st.integers(0, 99))
+    def confirm(self, which: int) -> None:
+        confirm = self.confirms.pop(which % len(self.confirms))
+        while any(reading.round == confirm.round for reading in self.readings):
+            self.prove(next(at for at, reading in enumerate(self.readings) if reading.round == confirm.round))
+        if confirm.round not in self.refused:
+            self.perform(self.world.hear(A, Confirmed(2, confirm.round, confirm.parts)))
+
+    @precondition(lambda self: self.round)
+    @rule(back=st.integers(0, 2))
+    def refuse(self, back: int) -> None:
+        self.refused.add(max(1, self.round - back))
+        self.perform(self.world.hear(A, Refuse(2, max(1, self.round - back), Reason.GONE)))
+
+    def teardown(self) -> None:
+        while self.landing or self.readings or self.confirms:
+            for answer, pending in (
+                (lambda: self.land(0, 1), self.landing),
+                (lambda: self.prove(0), self.readings),
+                (lambda: self.confirm(0), self.confirms),
+            ):
+                if pending:
+                    answer()
+        assert not self.jobs
+        assert self.world.pulling.leftovers()["rows"] == 0
+
+
+TestReadsInAnyOrder = ReadsInAnyOrder.TestCase
+TestReadsInAnyOrder.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -321,6 +321,7 @@ class Transfers:
             assert promise.rows == sum(row.part_id[:2] == round_id for row in rows)
         for peer in self._peers.values():
             assert len(peer.owed) <= max(WINDOW, self._read_window)
+            assert not peer.queue or len(peer.owed) > self._window(peer) // 2
             assert all(row.is_landing for row in peer.owed.values() if row.dropped)
             assert not any(row.dropped or row.is_landing for row in peer.queue)
 
