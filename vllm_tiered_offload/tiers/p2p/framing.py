@@ -11,7 +11,7 @@ import socket
 import struct
 
 LENGTH = struct.Struct("<I")
-PIECE_BYTES = 1 << 20  # of a row, that are moved and read for its checksum at a time
+PIECE_BYTES = 1 << 20  # of a row, that are moved, and read for its checksum, at a time: more goes slower, and less, too
 
 
 def frame(message: bytes) -> bytes:

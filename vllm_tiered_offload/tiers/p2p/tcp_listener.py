@@ -69,6 +69,8 @@ class _Row:
             if checksum is not None:
                 self.ready = len(row)
                 self.header = memoryview(self.to_send.prove(checksum))
+        if self.ready - self.sent > PIECE_BYTES:
+            return [row[self.sent : self.sent + PIECE_BYTES]]
         return [view for view in (row[self.sent : self.ready], self.header) if view]
 
     def _read_on(self, row: memoryview) -> PayloadChecksum | None:
