@@ -6,16 +6,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from p2p_kit import Engine, attach_at_once, content, keys_of, needs_nixl, wait_until
+from p2p_kit import ROW, Engine, attach_at_once, content, keys_of, needs_nixl, wait_until
 from test_p2p_processes import BYTES, CHUNKS, KEYS, ROW_BYTES, OwnerProcess, check_bytes, check_nothing_lands
 
 from vllm_tiered_offload import JobResult, LookupResult, ReqContext
 from vllm_tiered_offload.tiers.p2p import nixl_agent, nixl_reader, read_queue
 from vllm_tiered_offload.tiers.p2p.instructions import Address, Source, Wanted
 from vllm_tiered_offload.tiers.p2p.leases import PromisedRow
-from vllm_tiered_offload.tiers.p2p.messages import Proof
+from vllm_tiered_offload.tiers.p2p.messages import Confirm, Proof
 from vllm_tiered_offload.tiers.p2p.nixl_agent import Agent, ucx_settings, why_not_nixl
 from vllm_tiered_offload.tiers.p2p.settings import P2pTierSettings
 
@@ -189,11 +190,12 @@ def test_rows_that_are_scattered_at_either_end_are_read_each_from_its_place(pull
 
 
 def two_engines(
-    pullers: list[Engine], puller_transport: str = "nixl", **owner_settings: object
+    pullers: list[Engine], puller_transport: str = "nixl", *, rows: int = 128, row_bytes: int = ROW, **settings: Any
 ) -> tuple[Engine, Engine]:
-    owner = Engine(**{"transport": "nixl", **owner_settings})
+    """The owner has these `settings`."""
+    owner = Engine(rows=rows, row_bytes=row_bytes, **{"transport": "nixl", **settings})
     owner.put(SOME)
-    puller = Engine([owner.port], transport=puller_transport)
+    puller = Engine([owner.port], rows=rows, row_bytes=row_bytes, transport=puller_transport)
     pullers.extend([puller, owner])
     puller.begin()
     assert puller.look(SOME) == [HIT] * len(SOME)
@@ -292,6 +294,26 @@ def test_a_lease_that_ended_under_the_read_lets_nothing_in(
     monkeypatch.setattr(serving.owner.promises, "confirm", too_late)
     assert puller.load(SOME) == ()
     assert puller.stat(f"p2p_peer_failures_total|peer=127.0.0.1:{owner.port}|kind=gone") > 0
+
+
+def test_a_lease_that_ends_under_a_read_does_not_keep_it_waiting(
+    pullers: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 57: the second half is on its way when the first one is refused, and over TCP it comes no further unless the
+    owner helps. Made to fail by helping those alone whose promises hold."""
+    monkeypatch.setattr(read_queue, "READ_BYTES", 2 << 20)  # a row, so that some have not begun
+    owner, puller = two_engines(pullers, row_bytes=2 << 20, rows=64)
+    promises = owner.tier._server._serving.owner.promises  # type: ignore[union-attr]
+    confirm = promises.confirm
+
+    def too_late(peer: bytes, question: Confirm) -> object:
+        promises.release(peer, question.request, question.round)
+        return confirm(peer, question)
+
+    monkeypatch.setattr(promises, "confirm", too_late)
+    assert puller.load(SOME) == ()
+    assert puller.stat(f"p2p_peer_failures_total|peer=127.0.0.1:{owner.port}|kind=late") == 0
+    assert puller.tier.leftovers()["loads"] == 0
 
 
 def test_a_damaged_description_is_not_believed(pullers: list[Engine], caplog: pytest.LogCaptureFixture) -> None:

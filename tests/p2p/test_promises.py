@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from vllm_tiered_offload import OffloadKey, RegionGeometry, ReqContext
 from vllm_tiered_offload.testing.fakes.seams import ManualClock
 from vllm_tiered_offload.tiers.cpu.tier import CpuTier, CpuTierSettings
-from vllm_tiered_offload.tiers.p2p.leases import PromisedRow, PromiseLimits, Promises
+from vllm_tiered_offload.tiers.p2p.leases import READ_ON_SECONDS, PromisedRow, PromiseLimits, Promises
 from vllm_tiered_offload.tiers.p2p.messages import Confirm, Fetch, Found, Lookup, Reading, Reason, Refuse
 
 pytestmark = pytest.mark.fast
@@ -309,15 +309,31 @@ def test_what_a_reader_was_promised_is_expected() -> None:
 
 
 def test_case_57_a_read_that_took_too_long_is_not_confirmed(world: World) -> None:
-    """Case 57: the lease ended while the peer was reading, so what it read may be another chunk."""
+    """Case 57: the lease ended while the peer was reading, so what it read may be another chunk. The READ is helped to
+    its end nevertheless, or the peer would wait for it. Made to fail by helping open promises alone."""
     world.ask(3)
     assert world.promises.begin_reading(PEER, Reading(1, 1, world.promises.epoch, (0,))) is None
     confirm = Confirm(1, 1, world.promises.epoch, (0,))
     world.clock.advance(10.0)
     assert world.promises.confirm(PEER, confirm) == Refuse(1, 1, Reason.GONE)
-    assert world.promises.num_reading == 0
+    assert (world.promises.num_reading, world.promises.are_read, world.promises.needs_help) == (0, True, True)
+    world.clock.advance(READ_ON_SECONDS)
+    assert (world.promises.are_read, world.promises.needs_help) == (False, False)
     world.promises.reset()
     assert world.promises.confirm(PEER, confirm) == Refuse(1, 1, Reason.STALE)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_nobody_is_helped_when_all_was_confirmed_or_read_alone(world: World, alone: bool) -> None:
+    """An idle engine sleeps. Made to fail by helping after each promise, and those that read alone."""
+    epoch = world.promises.epoch
+    world.ask(1)
+    assert world.promises.begin_reading(PEER, Reading(1, 1, epoch, (0,), alone)) is None
+    if not alone:
+        assert world.promises.confirm(PEER, Confirm(1, 1, epoch, (0,))) != Refuse(1, 1, Reason.GONE)
+        world.promises.done(PEER, 1, 1, (0,))
+    world.promises.reset()
+    assert not world.promises.are_read
 
 
 def test_rows_and_promises_are_bounded() -> None:

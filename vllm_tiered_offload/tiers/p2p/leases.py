@@ -11,6 +11,8 @@
   nothing about the promise changes.
 - Nothing is pinned beyond its deadline: whoever owns this calls `expire` at `next_deadline`, and every
   call of a peer does so first. All promises are made for the same time: they end in the order in which they were made.
+- A promise may end under a READ. That is helped to its end nevertheless, or the peer would wait for it, and is not
+  confirmed.
 - What is promised is bounded: rows for all peers together, rows and promises for each, so that none takes all.
 - Only keys in `shared` are promised. A lease would pin whatever is resident, and not all of it may leave (D5).
 
@@ -21,6 +23,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from vllm_tiered_offload.contract.keys import OffloadKey
@@ -39,6 +42,7 @@ from vllm_tiered_offload.tiers.p2p.messages import (
 )
 
 MAX_GAPS = 8  # runs of resident keys that one question is answered with
+READ_ON_SECONDS = 1.0  # after the end of a promise, for the READs that were under way
 
 PeerId = bytes
 """Whom a promise was given to: one session."""
@@ -120,8 +124,9 @@ class Promises:
         # Open promises of each peer, and their rows; never 0.
         self._promises_of: Counter[PeerId] = Counter()
         self._rows_of: Counter[PeerId] = Counter()
-        # Parts that peers are reading, of all open promises.
+        # Parts that peers are reading, of all open promises; and when (clock) the last READ of what has ended is over.
         self.num_reading = 0
+        self._reads_until = -inf
         # Open promises with parts that are read and need our help.
         self._helped: set[_PromiseId] = set()
         # Open promises with parts to prove, in the order in which that became so.
@@ -205,9 +210,14 @@ class Promises:
         return None
 
     @property
+    def are_read(self) -> bool:
+        """Whether peers read."""
+        return self.num_reading > 0 or self.needs_help
+
+    @property
     def needs_help(self) -> bool:
         """Whether a peer reads what it cannot read alone."""
-        return bool(self._helped)
+        return bool(self._helped) or self._clock() < self._reads_until
 
     def next_to_prove(self, at_once: int, has_proof: HasProof) -> ToProve | None:
         """Some rows that a peer reads, at most `at_once` of those that take work; promises take turns."""
@@ -338,6 +348,8 @@ class Promises:
         promise = self._open.pop(identity, None)
         if promise is None:
             return
+        if identity in self._helped:
+            self._reads_until = self._clock() + READ_ON_SECONDS
         self._unproved.pop(identity, None)
         self._expected.pop(identity, None)
         self._helped.discard(identity)

@@ -159,7 +159,7 @@ class PeerServer(IoThread):
         """While peers read: at once, or now and then if none of them has said anything for a while."""
         if self._is_proving:
             return self._clock()
-        if self._agent is None or self._serving is None or not self._serving.owner.promises.num_reading:
+        if self._agent is None or self._serving is None or not self._serving.owner.promises.are_read:
             return None
         if not self._serving.owner.promises.needs_help:
             return self._helped_at + ALONE_SECONDS
@@ -218,7 +218,7 @@ class PeerServer(IoThread):
 
     def _help(self, promises: Promises) -> None:
         """Peers that read: those that read alone now and then, for what they begin with and in case they are wrong."""
-        if self._agent is None or not promises.num_reading:
+        if self._agent is None or not promises.are_read:
             return
         if promises.needs_help:
             self._agent.progress()
