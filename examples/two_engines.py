@@ -2,7 +2,8 @@
 
     two_engines.py reference --url URL --answers FILE                            a server without the connector
     two_engines.py seed      --url URL --answers FILE                            engine A
-    two_engines.py pull      --url URL --answers FILE --owner PID --json FILE    engine B; --owner is A's process group
+    two_engines.py pull      --url URL --answers FILE --owner PID --owner-port PORT --gate PORT --json FILE
+                                                                                 engine B; --owner is A's process group
 
 Each prompt is sent alone and in the same state of the cache in every run, so "equal" may mean equal to the last bit of
 every log-probability: what B pulls is compared with the reference's device hit, which computes the same tail. A prompt
@@ -22,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gate import Gate
 from host_memory import ANSWER_TOKENS, ask, ask_twice, conversation, difference, differences, progress, ttft
 from http_client import Answer, Metrics, Server
 
@@ -30,15 +32,12 @@ BLOCK_TOKENS, KV_BYTES_PER_TOKEN = 32, 23040
 PULLED = range(6)
 """Conversations that A has. As in each of these lists, the first one is the warm-up where times are taken."""
 COLD = range(100, 106)  # that nobody has
-UNDER_FIRE = range(200, 204)  # that A has, and that end in a count; A is killed while B pulls one of them
+UNDER_FIRE = range(200, 202)  # that A has, and that end in a count; A is killed while B pulls one of them
 COUNT = ", ".join(map(str, range(1, 30))) + ","
 SURE = 1.0
 """How far ahead of the next best each token of an answer has to be (natural log) to stay the same when a part of its
 prompt is computed in a batch of another shape. That moves the log-probabilities of this model by 0.3 at most."""
 AFTERWARDS = range(300, 305)  # short ones that only A had
-
-MOMENT, TO_BE_TOLD = 0.002, 0.015
-"""Seconds that A runs at a time under a pull, and that what has come needs to be seen in B's /metrics."""
 
 PULLED_BYTES = "vllm:tiered_offload_tier_bytes_total"
 
@@ -62,6 +61,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="the name that the server gives its model")
     parser.add_argument("--answers", type=Path, required=True, help="the reference run's answers")
     parser.add_argument("--owner", type=int, help="the process group of engine A")
+    parser.add_argument("--owner-port", type=int, help="where A serves peers")
+    parser.add_argument("--gate", type=int, help="another port on which B finds A")
     parser.add_argument("--json", type=Path, help="where the result goes")
     return parser.parse_args()
 
@@ -103,10 +104,11 @@ def reference(server: Server) -> dict[str, list[dict[str, Any]]]:
 
 def pull(server: Server, args: argparse.Namespace) -> int:
     wanted = {name: [Answer(**one) for one in all_] for name, all_ in json.loads(args.answers.read_text()).items()}
+    gate = Gate(args.gate, args.owner_port)
 
     cold = ask(server, prompts(server, COLD), "computed")
     before = server.settled_metrics()
-    pulled, tokens = ask_one_by_one(server, prompts(server, PULLED))
+    pulled, tokens = ask_one_by_one(server, prompts(server, PULLED), args.owner_port)
     after = server.settled_metrics()
     problems = transfer_problems(before, after, sum(whole(prompt) for prompt in prompts(server, PULLED)))
     unequal = differences("computed", cold, wanted["cold"])
@@ -116,7 +118,7 @@ def pull(server: Server, args: argparse.Namespace) -> int:
             unequal.append(f"pulled, conversation {number}: not compared, only {tokens[number]:,} tokens came")
         elif answer.content() != same_split[number].content():
             unequal.append(f"pulled, conversation {number}: {difference(answer, same_split[number])}")
-    lived_on = survive(server, args.owner, wanted)
+    lived_on = survive(server, args, gate, wanted)
     times = {"cold": ttft(cold), "pulled": ttft(pulled)}
     result = {
         "outputs_equal": not unequal,
@@ -134,12 +136,17 @@ def pull(server: Server, args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def ask_one_by_one(server: Server, prompts: list[list[int]]) -> tuple[list[Answer], list[int]]:
+def source(port: int) -> dict[str, Any]:
+    """What a request says that is to be pulled from this peer. A has two ports, its own one and the gate's."""
+    return {"kv_transfer_params": {"remote_kv_source": {"host": "127.0.0.1", "port": port}}}
+
+
+def ask_one_by_one(server: Server, prompts: list[list[int]], port: int) -> tuple[list[Answer], list[int]]:
     """Answers, and how many tokens of each prompt were pulled."""
     answers, tokens = [], []
     for number, prompt in enumerate(prompts):
         before = server.settled_metrics()
-        answers.append(server.complete(prompt, ANSWER_TOKENS))
+        answers.append(server.complete(prompt, ANSWER_TOKENS, **source(port)))
         tokens.append(pulled_tokens(before, server.settled_metrics()))
         progress(number, prompt, f"pulled {answers[-1].ttft_ms:6,.0f} ms")
     return answers, tokens
@@ -168,53 +175,43 @@ def transfer_problems(before: Metrics, after: Metrics, wanted: int) -> list[str]
 # ---- the kill ------------------------------------------------------------------------------------------------------
 
 
-def survive(server: Server, owner: int, wanted: dict[str, list[Answer]]) -> list[str]:
+def survive(server: Server, args: argparse.Namespace, gate: Gate, wanted: dict[str, list[Answer]]) -> list[str]:
     """Kill A in the middle of a pull; what was wrong with that request and five more.
 
     A part of it is pulled and the rest computed, as nothing in the reference was. So only a prompt will do of whose
     answer the reference is sure.
     """
-    for prompt, want in zip(under_fire(server), wanted["fire"], strict=True):
-        if min(want.leads) < SURE:
-            continue
-        before, all_of_it = server.settled_metrics(), whole(prompt) * KV_BYTES_PER_TOKEN
-        answer, killed = killing(server, owner, prompt, pulled_bytes(before), all_of_it)
-        if answer.text != want.text:
-            return [f"the request whose peer died said {answer.text!r}, the reference {want.text!r}"]
-        if killed:
-            break
-    else:
-        sure = sum(min(want.leads) >= SURE for want in wanted["fire"])
-        return [f"A was never caught in the middle of a pull, in {sure} tries"]
+    sure = [pair for pair in zip(under_fire(server), wanted["fire"], strict=True) if min(pair[1].leads) >= SURE]
+    if not sure:
+        return ["the reference is not sure of any of the answers under which A is to be killed"]
+    prompt, want = sure[0]
+    before, all_of_it = server.settled_metrics(), whole(prompt) * KV_BYTES_PER_TOKEN
+    gate.shut_after(whole(prompt) // BLOCK_TOKENS // 3)
+    answer = killing(server, args, prompt, pulled_bytes(before))
     moved = pulled_bytes(server.settled_metrics()) - pulled_bytes(before)
     print(f"  A was killed in the middle of a pull: {moved / 2**20:,.1f} of {all_of_it / 2**20:,.1f} MiB had come")
     problems = [] if 0 < moved < all_of_it else [f"{moved:,.0f} bytes had come, 1 to {all_of_it - 1:,} are a middle"]
+    if answer.text != want.text:
+        problems.append(f"the request whose peer died said {answer.text!r}, the reference {want.text!r}")
     return problems + differences("after the kill", ask(server, afterwards(server), "A is gone"), wanted["after"])
 
 
-def killing(server: Server, owner: int, prompt: list[int], before: float, all_of_it: int) -> tuple[Answer, bool]:
-    """The answer to a prompt that A has, and whether A was killed while B pulled it.
-
-    A pull takes some milliseconds, so A runs for a moment at a time until something has come. If that is all of it A
-    goes on, and the next prompt gets its chance.
-    """
+def killing(server: Server, args: argparse.Namespace, prompt: list[int], before: float) -> Answer:
+    """The answer to a prompt that A has; A is killed when a part of it has come through the gate."""
     answers: list[Answer] = []
-    asking = threading.Thread(target=lambda: answers.append(server.complete(prompt, ANSWER_TOKENS)))
+
+    def pull_it() -> None:
+        answers.append(server.complete(prompt, ANSWER_TOKENS, **source(args.gate)))
+
+    asking = threading.Thread(target=pull_it)
     watcher = Server(str(server.http.base_url), server.model)
-    os.killpg(owner, signal.SIGSTOP)
     asking.start()
-    moved = 0.0
-    while asking.is_alive() and not moved:
-        os.killpg(owner, signal.SIGCONT)
-        time.sleep(MOMENT)
-        os.killpg(owner, signal.SIGSTOP)
-        time.sleep(TO_BE_TOLD)
-        moved = pulled_bytes(watcher.metrics()) - before
-    is_middle = 0 < moved < all_of_it
-    os.killpg(owner, signal.SIGKILL if is_middle else signal.SIGCONT)
+    while asking.is_alive() and pulled_bytes(watcher.metrics()) == before:
+        time.sleep(0.002)
+    os.killpg(args.owner, signal.SIGKILL)
     asking.join()
-    progress(1, prompt, "A was killed" if is_middle else f"came too fast ({answers[0].ttft_ms:,.0f} ms): once more")
-    return answers[0], is_middle
+    progress(1, prompt, "A was killed")
+    return answers[0]
 
 
 def show(result: dict[str, Any]) -> None:

@@ -38,5 +38,8 @@ client seed
 GROUP_OF_A=${ENGINES[-1]}
 disown "$GROUP_OF_A" # that it gets killed is no news
 
-start_engine B --kv-transfer-config "$(connector '"peers": [{"host": "127.0.0.1", "port": '"$PORT"'}]')"
-client pull --owner "$GROUP_OF_A" --json build/two_engines.json
+# B can also reach A through a gate of the client, which shuts it in the middle of a pull.
+GATE=$(free_port "$VENV")
+peer() { echo '{"host": "127.0.0.1", "port": '"$1"'}'; }
+start_engine B --kv-transfer-config "$(connector '"peers": ['"$(peer "$PORT"), $(peer "$GATE")"']')"
+client pull --owner "$GROUP_OF_A" --owner-port "$PORT" --gate "$GATE" --json build/two_engines.json
